@@ -1,0 +1,312 @@
+"""Step records to Snapshots: counters, gauges, and the detectors that feed them. The host arm's memory of a run. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from otel_train.assembly.layer import gradient_norm, samples_of
+from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec
+from otel_train.catalog import gradients, loss, monitor, run, throughput
+from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
+from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, ParameterReading, StepRecord
+from otel_train.snapshot import HistogramValue, Sample, Snapshot
+
+_MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
+_DURATION_BOUNDS = throughput.STEP_DURATION.bounds
+_LAYER_GAUGES = sum(spec.labels == LAYER_LABELS for spec in CATALOG.values())
+_PHASES = ("warmup", "peak", "main")
+_LEARNING_RATE_FACTS = (
+    (run.LEARNING_RATE, "learning_rate"),
+    (run.WEIGHT_DECAY, "weight_decay"),
+    (run.OPTIMIZER_BETA1, "beta1"),
+    (run.OPTIMIZER_BETA2, "beta2"),
+    (run.OPTIMIZER_EPSILON, "epsilon"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What does not change while the run goes on."""
+
+    base_labels: tuple[tuple[str, str], ...]
+    model: str
+    world_size: int
+    torch_version: str
+    version: str
+    update_mode: str
+    device: str
+    device_uuid: str
+    local_rank: int
+    host: str
+    every_n_steps: int
+    planned_steps: int | None
+    warmup_steps: int | None
+    peak_flops: float | None
+    peak_flops_source: str
+    parts: tuple[str, ...]
+    """Names of the monitor's parts, whose cost and errors are counted."""
+
+
+@dataclass(slots=True)
+class LiveState:
+    """What the training thread and the monitor keep current outside of step records."""
+
+    active: bool = True
+    phase: str = "train"
+    resumes: int = 0
+    monitor_seconds: Mapping[str, float] = field(default_factory=dict)
+    monitor_errors: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """Accelerator memory by the names of its metrics; empty on the CPU."""
+
+
+@dataclass(slots=True)
+class _Histogram:
+    counts: list[float]
+    total: float = 0.0
+
+    def value(self, bounds: tuple[float, ...]) -> HistogramValue:
+        # Rounded after cumulating, so that buckets stay monotone; sampled elements stand for fractions of elements.
+        upto = [round(c) for c in itertools.accumulate(self.counts)]
+        return HistogramValue(bounds, tuple(b - a for a, b in zip([0, *upto], upto, strict=False)), self.total)
+
+
+class Assembler:
+    """Adds up step records and tells the state of the run as a Snapshot.
+
+    Args:
+        facts: What does not change.
+        flops_per_token: FLOPs a token by sequence length; None where they are not known.
+    """
+
+    def __init__(self, facts: RunFacts, flops_per_token: Callable[[int | None], float | None]) -> None:
+        self._facts, self._flops_per_token = facts, flops_per_token
+        self.step = self.tokens_seen = 0
+        self._sampled_step: int | None = None
+        self._last: StepRecord | None = None
+        self._sampled: tuple[Sample, ...] = ()
+        self._counts: Counter[MetricSpec] = Counter()
+        self._model_flops: float | None = None
+        self._seconds: defaultdict[MetricSpec, float] = defaultdict(float)
+        self._durations = _Histogram([0.0] * (len(_DURATION_BOUNDS) + 1))
+        self._recent: deque[tuple[float, int]] = deque(maxlen=max(facts.every_n_steps, 2))
+        self._loss: float | None = None
+        self._loss_scale: float | None = None
+        self._smoothed_loss: float | None = None
+        self._smooth = Smoothed()
+        self._loss_spikes = SpikeDetector(logarithmic=False)
+        self._norm_spikes = SpikeDetector(logarithmic=True)
+        self._spikes: Counter[tuple[MetricSpec, str]] = Counter()
+        self._nonfinite: Counter[str] = Counter()
+        self._layer_nonfinite: Counter[tuple[str, int, str]] = Counter()
+        self._magnitudes: dict[Layer, _Histogram] = {}
+        self._coverage = Coverage(0, 0, (), ())
+        self._monitored = 0
+
+    def restore(self, step: int, tokens_seen: int) -> None:
+        """Go on from a checkpoint's step and tokens."""
+        self.step, self.tokens_seen = step, tokens_seen
+
+    def cover(self, coverage: Coverage) -> None:
+        """Take what is monitored from now on, and start its counters at 0."""
+        self._coverage = coverage
+        for layer in coverage.layers:
+            for source in ("gradient", "parameter"):
+                self._layer_nonfinite[layer.name, layer.depth, source] += 0
+        for name, depth in coverage.sites:
+            self._layer_nonfinite[name, depth, "activation"] += 0
+
+    def add(self, record: StepRecord) -> None:
+        """Take one step."""
+        self._last = record
+        self._counts[run.SKIPPED_STEPS if record.skipped else run.STEPS] += 1
+        self.step += not record.skipped
+        self._counts[run.MICRO_BATCHES] += record.micro_batches
+        self._counts[gradients.CLIPPED_STEPS] += record.clipped and not record.skipped
+        self._seconds[throughput.FORWARD_SECONDS] += record.forward
+        self._seconds[throughput.DATA_WAIT_SECONDS] += record.data_wait
+        self._loss_scale = record.loss_scale if record.loss_scale is not None else self._loss_scale
+        self._add_tokens(record)
+        self._add_loss(record.losses)
+        if record.duration is not None:
+            self._add_duration(record.duration, record.tokens)
+        norm = record.grad_norm
+        if record.sample is not None:
+            self._add_sample(record.sample, record.grad_norm)
+            if norm is None and record.sample.parameters:
+                norm = gradient_norm(record.sample)
+        if norm is not None and not record.skipped and self._norm_spikes.is_spike(norm):
+            self._spikes[gradients.GRAD_NORM_SPIKES, self._schedule_phase()] += 1
+
+    def _add_tokens(self, record: StepRecord) -> None:
+        self._counts[throughput.TOKENS] += record.tokens
+        self._counts[throughput.SAMPLES] += record.samples
+        self.tokens_seen += record.tokens
+        per_token = self._flops_per_token(record.sequence_length) if record.tokens else None
+        if per_token is not None:
+            self._model_flops = (self._model_flops or 0.0) + per_token * record.tokens
+
+    def _add_loss(self, losses: tuple[float, ...]) -> None:
+        if not losses:
+            return
+        self._nonfinite["loss"] += sum(not math.isfinite(value) for value in losses)
+        self._loss = sum(losses) / len(losses)
+        self._smoothed_loss = self._smooth.add(self._loss)
+        if self._loss_spikes.is_spike(self._loss):
+            self._spikes[loss.LOSS_SPIKES, self._schedule_phase()] += 1
+
+    def _schedule_phase(self) -> str:
+        return schedule_phase(self.step, self._facts.warmup_steps, self._facts.planned_steps)
+
+    def _add_duration(self, seconds: float, tokens: int) -> None:
+        index = next((i for i, bound in enumerate(_DURATION_BOUNDS) if seconds <= bound), len(_DURATION_BOUNDS))
+        self._durations.counts[index] += 1
+        self._durations.total += seconds
+        self._recent.append((seconds, tokens))
+
+    def _add_sample(self, sample: LayerSample, grad_norm: float | None) -> None:
+        self._sampled_step = self.step
+        self._monitored = sum(reading.sums.elements for reading in sample.parameters)
+        for reading in sample.parameters:
+            self._add_nonfinite(reading)
+            if reading.histogram is not None and reading.sums.magnitudes is not None:
+                bins = self._magnitudes.setdefault(reading.histogram, _Histogram([0.0] * len(reading.sums.magnitudes)))
+                bins.counts = [a + b for a, b in zip(bins.counts, reading.sums.magnitudes, strict=True)]
+                bins.total += reading.sums.magnitude_sum
+        for site in sample.activations:
+            self._nonfinite["activation"] += int(site.nonfinite)
+            self._layer_nonfinite[site.layer, site.depth, "activation"] += int(site.nonfinite)
+        self._sampled = (*samples_of(sample, grad_norm), *self._histogram_samples())
+
+    def _add_nonfinite(self, reading: ParameterReading) -> None:
+        for source, count in (
+            ("gradient", reading.sums.nonfinite_gradients),
+            ("parameter", reading.sums.nonfinite_weights),
+        ):
+            self._nonfinite[source] += count
+            if reading.layer is not None:
+                self._layer_nonfinite[reading.layer.name, reading.layer.depth, source] += count
+
+    def snapshot(self, live: LiveState, now: float) -> Snapshot:
+        """Return everything known at this moment, in the order of the catalog."""
+        samples: defaultdict[MetricSpec, list[Sample]] = defaultdict(list)
+        for sample in itertools.chain(
+            self._run_samples(live),
+            self._step_samples(),
+            self._loss_samples(),
+            self._sampled,
+            self._throughput_samples(live),
+            self._monitor_samples(live),
+        ):
+            samples[sample.spec].append(sample)
+        ordered = tuple(sample for spec in CATALOG.values() for sample in samples[spec])
+        return Snapshot(self._facts.base_labels, now, ordered)
+
+    def _run_samples(self, live: LiveState) -> Iterator[Sample]:
+        facts = self._facts
+        precision = self._last.precision if self._last else "unknown"
+        info = (facts.model, str(facts.world_size), facts.torch_version, facts.version, facts.update_mode, precision)
+        yield Sample(run.RUN_INFO, info, 1)
+        yield Sample(
+            run.DEVICE_INFO, (facts.device, facts.device_uuid, str(facts.local_rank), facts.host), 1
+        )
+        yield Sample(run.RUN_ACTIVE, (), int(live.active))
+        yield Sample(run.PHASE, (live.phase,), 1)
+        yield Sample(run.WORLD_SIZE, (), facts.world_size)
+        yield Sample(run.RESUMES, (), live.resumes)
+        if facts.planned_steps is not None:
+            yield Sample(run.PLANNED_STEPS, (), facts.planned_steps)
+        if facts.warmup_steps is not None:
+            yield Sample(run.CONFIGURED_WARMUP_STEPS, (), facts.warmup_steps)
+
+    def _step_samples(self) -> Iterator[Sample]:
+        yield Sample(run.STEP, (), self.step)
+        for spec in (run.STEPS, run.MICRO_BATCHES, run.SKIPPED_STEPS, gradients.CLIPPED_STEPS):
+            yield Sample(spec, (), self._counts[spec])
+        if self._sampled_step is not None:
+            yield Sample(run.SAMPLED_STEP, (), self._sampled_step)
+        if self.tokens_seen:
+            yield Sample(run.TOKENS_SEEN, (), self.tokens_seen)
+        if self._last is None:
+            return
+        yield Sample(run.LAST_STEP_TIMESTAMP, (), self._last.finished_at)
+        for group in self._last.groups:
+            labels = (group.optimizer, group.param_group)
+            for spec, name in _LEARNING_RATE_FACTS:
+                value = getattr(group, name)
+                if value is not None:
+                    yield Sample(spec, labels, value)
+            expected = self._expected_learning_rate(group.peak_learning_rate)
+            if expected:
+                yield Sample(run.LEARNING_RATE_EXPECTED_RATIO, labels, group.learning_rate / expected)
+
+    def _expected_learning_rate(self, peak: float | None) -> float | None:
+        warmup = self._facts.warmup_steps
+        return peak * self.step / warmup if warmup and peak and 0 < self.step <= warmup else None
+
+    def _loss_samples(self) -> Iterator[Sample]:
+        for spec, value in (
+            (loss.LOSS, self._loss),
+            (loss.LOSS_SMOOTHED, self._smoothed_loss),
+            (loss.LOSS_SCALE, self._loss_scale),
+        ):
+            if value is not None:
+                yield Sample(spec, (), value)
+        for spec in (loss.LOSS_SPIKES, gradients.GRAD_NORM_SPIKES):
+            for phase in _PHASES:
+                yield Sample(spec, (phase,), self._spikes[spec, phase])
+        for source in ("loss", "gradient", "activation", "parameter"):
+            yield Sample(loss.NONFINITE, (source,), self._nonfinite[source])
+        for (layer, depth, source), count in self._layer_nonfinite.items():
+            yield Sample(loss.LAYER_NONFINITE, (layer, str(depth), source), count)
+
+    def _histogram_samples(self) -> Iterator[Sample]:
+        for layer, bins in self._magnitudes.items():
+            yield Sample(gradients.LAYER_GRAD_MAGNITUDE, layer.labels, bins.value(_MAGNITUDE_BOUNDS))
+
+    def _throughput_samples(self, live: LiveState) -> Iterator[Sample]:
+        yield Sample(throughput.STEP_DURATION, (), self._durations.value(_DURATION_BOUNDS))
+        yield Sample(throughput.DATA_WAIT_SECONDS, (), self._seconds[throughput.DATA_WAIT_SECONDS])
+        if self._seconds[throughput.FORWARD_SECONDS]:
+            yield Sample(throughput.FORWARD_SECONDS, (), self._seconds[throughput.FORWARD_SECONDS])
+        yield Sample(throughput.TOKENS, (), self._counts[throughput.TOKENS])
+        yield Sample(throughput.SAMPLES, (), self._counts[throughput.SAMPLES])
+        if self._model_flops is not None:
+            yield Sample(throughput.MODEL_FLOPS, (), self._model_flops)
+        yield from self._rates()
+        for spec in (
+            throughput.MEMORY_ALLOCATED,
+            throughput.MEMORY_RESERVED,
+            throughput.MEMORY_PEAK,
+            throughput.ALLOCATOR_RETRIES,
+        ):
+            if spec.name in live.memory:
+                yield Sample(spec, (), live.memory[spec.name])
+
+    def _rates(self) -> Iterator[Sample]:
+        peak = self._facts.peak_flops
+        if peak is not None:
+            yield Sample(throughput.PEAK_FLOPS, (self._facts.peak_flops_source,), peak)
+        seconds = sum(duration for duration, _ in self._recent)
+        tokens = sum(count for _, count in self._recent)
+        if not tokens or not seconds:
+            return
+        yield Sample(throughput.TOKENS_PER_SECOND, (), tokens / seconds)
+        per_token = self._flops_per_token(self._last.sequence_length) if self._last else None
+        if peak is not None and per_token is not None:
+            yield Sample(throughput.MFU, (), per_token * tokens / seconds / peak)
+
+    def _monitor_samples(self, live: LiveState) -> Iterator[Sample]:
+        for part in self._facts.parts:
+            yield Sample(monitor.MONITOR_SECONDS, (part,), live.monitor_seconds.get(part, 0.0))
+        for part in self._facts.parts:
+            yield Sample(monitor.MONITOR_ERRORS, (part,), live.monitor_errors.get(part, 0))
+        if self._sampled_step is not None:
+            yield Sample(monitor.MONITORED_PARAMETERS, (), self._monitored)
+        yield Sample(monitor.TRAINABLE_PARAMETERS, (), self._coverage.trainable_parameters)
+        yield Sample(monitor.EVERY_N_STEPS, (), self._facts.every_n_steps)
+        yield Sample(monitor.DROPPED_SERIES, (), self._coverage.dropped_layers * _LAYER_GAUGES)

@@ -1,0 +1,122 @@
+"""What a sampled step measured of parameters and activations, as samples: sums of parameters combine to layers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from otel_train.catalog import activations as act
+from otel_train.catalog import gradients, parameters, updates
+from otel_train.records import ActivationReading, Layer, LayerSample, ParameterReading
+from otel_train.snapshot import Sample
+
+
+def samples_of(sample: LayerSample, grad_norm: float | None) -> Iterator[Sample]:
+    """Yield the values of a sampled step.
+
+    Args:
+        sample: What was measured.
+        grad_norm: The norm before clipping, where it is known.
+    """
+    if grad_norm is not None:
+        yield Sample(gradients.GRAD_NORM, ("pre_clip",), grad_norm)
+    if sample.parameters:
+        yield Sample(gradients.GRAD_NORM, ("post_clip",), gradient_norm(sample))
+        yield Sample(parameters.PARAM_NORM, (), root(sum(r.sums.weight_squared for r in sample.parameters)))
+    total = update_ratio(sample.parameters)
+    if total is not None:
+        yield Sample(updates.UPDATE_RATIO, (), total)
+    ratios: dict[Layer, float] = {}
+    for layer, members in _by_layer(sample.parameters).items():
+        yield from _layer_gauges(layer, members)
+        ratio = update_ratio(members)
+        if ratio is not None:
+            ratios[layer] = ratio
+    yield from _relative_speeds(ratios)
+    for labels, sites in _by_site(sample.activations).items():
+        yield from _activation_gauges(labels, sites)
+
+
+def gradient_norm(sample: LayerSample) -> float:
+    """Return the L2 norm of the whole gradient as the optimizer used it."""
+    return root(sum(reading.sums.gradient_squared for reading in sample.parameters))
+
+
+def root(squared: float) -> float:
+    """Return a square root that keeps NaN and Inf."""
+    return math.sqrt(squared) if squared >= 0 else math.nan
+
+
+def _by_site(readings: Iterable[ActivationReading]) -> dict[tuple[str, str, str], list[ActivationReading]]:
+    sites: defaultdict[tuple[str, str, str], list[ActivationReading]] = defaultdict(list)
+    for reading in readings:
+        if reading.count:
+            sites[reading.layer, str(reading.depth), reading.site].append(reading)
+    return sites
+
+
+def _by_layer(readings: Iterable[ParameterReading]) -> dict[Layer, list[ParameterReading]]:
+    layers: dict[Layer, list[ParameterReading]] = {}
+    for reading in readings:
+        if reading.layer is not None:
+            layers.setdefault(reading.layer, []).append(reading)
+    return dict(sorted(layers.items(), key=lambda item: item[0].depth))
+
+
+def update_ratio(readings: Iterable[ParameterReading]) -> float | None:
+    """Return the RMS of the change over the RMS of the weights, over all the parameters; None where it does not exist."""
+    measured = [r.sums for r in readings if r.sums.update_squared is not None and r.sums.update_weight_squared is not None]
+    change = sum(s.update_squared or 0.0 for s in measured)
+    weight = sum(s.update_weight_squared or 0.0 for s in measured)
+    return root(change / weight) if measured and weight != 0 else None
+
+
+def _layer_gauges(layer: Layer, members: list[ParameterReading]) -> Iterator[Sample]:
+    sums = [reading.sums for reading in members]
+    elements = sum(s.elements for s in sums)
+    squared = sum(s.gradient_squared for s in sums)
+    mean = sum(s.gradient for s in sums) / elements if elements else math.nan
+    variance = squared / elements - mean * mean if elements else math.nan
+    labels = layer.labels
+    yield Sample(parameters.LAYER_PARAMETERS, labels, elements)
+    yield Sample(parameters.LAYER_PARAM_NORM, labels, root(sum(s.weight_squared for s in sums)))
+    yield Sample(gradients.LAYER_GRAD_NORM, labels, root(squared))
+    yield Sample(gradients.LAYER_GRAD_MEAN, labels, mean)
+    # rounding can leave a tiny negative variance; NaN is not negative and stays
+    yield Sample(gradients.LAYER_GRAD_STD, labels, math.sqrt(0.0 if variance < 0 else variance))
+    ratio = update_ratio(members)
+    if ratio is not None:
+        yield Sample(updates.LAYER_UPDATE_RATIO, labels, ratio)
+    if elements and all(s.changed is not None for s in sums):
+        yield Sample(updates.LAYER_CHANGED_RATIO, labels, sum(s.changed or 0.0 for s in sums) / elements)
+
+
+def _relative_speeds(ratios: Mapping[Layer, float]) -> Iterator[Sample]:
+    matrices = [ratio for layer, ratio in ratios.items() if layer.kind == "matrix"]
+    finite = [ratio for ratio in (matrices or ratios.values()) if math.isfinite(ratio)]
+    median = statistics.median(finite) if finite else math.nan
+    for layer, ratio in ratios.items():
+        if median != 0:
+            yield Sample(updates.LAYER_RELATIVE_SPEED, layer.labels, ratio / median)
+
+
+def _activation_gauges(labels: tuple[str, str, str], members: list[ActivationReading]) -> Iterator[Sample]:
+    count = sum(m.count for m in members)
+    mean = sum(m.total for m in members) / count
+    variance = sum(m.total_squared for m in members) / count - mean * mean
+    yield Sample(act.LAYER_ACTIVATION_MEAN, labels, mean)
+    yield Sample(act.LAYER_ACTIVATION_STD, labels, math.sqrt(0.0 if variance < 0 else variance))
+    peaks = [m.absmax for m in members]
+    # max() would lose a NaN that is not the first
+    yield Sample(act.LAYER_ACTIVATION_ABSMAX, labels, math.nan if any(map(math.isnan, peaks)) else max(peaks))
+    yield Sample(act.LAYER_ACTIVATION_ZERO_RATIO, labels, sum(m.zeros for m in members) / count)
+    flat = [m for m in members if m.saturated is not None]
+    if flat:
+        share = sum(m.saturated or 0.0 for m in flat) / sum(m.count for m in flat)
+        yield Sample(act.LAYER_ACTIVATION_SATURATED_RATIO, labels, share)
+    cut = [m for m in members if m.dead_units is not None]
+    if cut:
+        share = sum(m.dead_units or 0.0 for m in cut) / sum(m.units for m in cut)
+        yield Sample(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO, labels, share)

@@ -1,0 +1,1 @@
+"""Detectors: pure functions and small states over host values. No torch here."""

@@ -1,0 +1,139 @@
+"""One model and its optimizers, hooked: what is measured, kept up to date when parameters are frozen, thawed or added."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from otel_train.config import MonitorConfig
+from otel_train.guard import Guard
+from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
+from otel_train.hooks.optimizer import group_names, hook_steps
+from otel_train.hooks.parameters import ParameterMeter
+from otel_train.hooks.pending import Step
+from otel_train.hooks.recorder import Meters, Recorder
+from otel_train.layers import LayerMap, MonitoredParameter, map_layers
+from otel_train.records import Coverage
+
+
+class Attachment:
+    """The hooks of a monitor on one model.
+
+    The model and the optimizers are held weakly: dropping them frees them.
+
+    Args:
+        model: The root module, whose forward is a micro-batch.
+        optimizers: By name.
+        config: The settings.
+        guard: Counts time and failures.
+        emit: Takes each closed step.
+        cover: Told what is monitored, now and whenever that changes.
+
+    Raises:
+        AttachError: Nothing in the model can be monitored as the settings ask.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        config: MonitorConfig,
+        guard: Guard,
+        emit: Callable[[Step], None],
+        cover: Callable[[Coverage], None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizers = {name: weakref.ref(optimizer) for name, optimizer in optimizers.items()}
+        self._config, self._guard, self._cover = config, guard, cover
+        layer_map = map_layers(model, group_names(optimizers), config)
+        first = layer_map.parameters[0].tensor
+        self.gate = Gate()
+        self.recorder = Recorder(
+            {id(optimizer): name for name, optimizer in optimizers.items()},
+            every_n_steps=config.every_n_steps,
+            gate=self.gate,
+            guard=guard,
+            emit=emit,
+            dtype=first.dtype,
+            times_forward=first.device.type == "cpu",
+        )
+        self._signature: tuple[Any, ...] = ()
+        self._meters: Meters = {}
+        self._parameters: list[nn.Parameter] = []
+        self._take_map(layer_map)
+        self._handles = self._hook(model, optimizers, layer_map, first.device)
+
+    def _hook(
+        self, model: nn.Module, optimizers: Mapping[str, Optimizer], layer_map: LayerMap, device: torch.device
+    ) -> list[RemovableHandle]:
+        recorder = self.recorder
+        activations = ActivationMeter(layer_map.sites, device, self.gate, self._guard)
+        recorder.activations = activations if layer_map.sites else None
+        recorder.remeasure = self._up_to_date
+        handles = list(activations.handles)
+        begin = RootPreHook(self.gate, recorder.forward_begins)
+        handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(model.register_forward_hook(RootHook(self.gate, recorder.forward_ends)))
+        for optimizer in optimizers.values():
+            handles += hook_steps(optimizer, recorder)
+        return handles
+
+    def _up_to_date(self) -> Meters:
+        """Return the meters, made anew if parameters were frozen, thawed or added to an optimizer."""
+        model = self._model()
+        if model is not None and self._current_signature() != self._signature:
+            self._take_map(map_layers(model, group_names(self._live_optimizers()), self._config))
+        return self._meters
+
+    def _live_optimizers(self) -> dict[str, Optimizer]:
+        found = {name: reference() for name, reference in self._optimizers.items()}
+        return {name: optimizer for name, optimizer in found.items() if optimizer is not None}
+
+    def _current_signature(self) -> tuple[Any, ...]:
+        groups = [g["params"] for o in self._live_optimizers().values() for g in o.param_groups]
+        return (tuple(map(len, groups)), tuple(p.requires_grad for p in self._parameters))
+
+    def _take_map(self, layer_map: LayerMap) -> None:
+        model = self._model()
+        self._parameters = list(model.parameters()) if model is not None else []
+        self._signature = self._current_signature()
+        self._meters = self._make_meters(layer_map)
+        layers = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None)
+        self._cover(
+            Coverage(
+                trainable_parameters=sum(p.tensor.numel() for p in layer_map.parameters),
+                dropped_layers=layer_map.dropped_layers,
+                layers=tuple(layers),
+                sites=tuple((site.layer, site.depth) for site in layer_map.sites),
+            )
+        )
+
+    def _make_meters(self, layer_map: LayerMap) -> Meters:
+        """Give each optimizer a meter for its parameters; those in no optimizer go with the first, so that they show as unmoved."""
+        owners = {
+            id(parameter): id(optimizer)
+            for optimizer in reversed(self._live_optimizers().values())
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        ids = [id(optimizer) for optimizer in self._live_optimizers().values()]
+        members: dict[int, list[MonitoredParameter]] = {i: [] for i in ids}
+        for parameter in layer_map.parameters:
+            if ids:
+                members[owners.get(id(parameter.tensor), ids[0])].append(parameter)
+        return {i: ParameterMeter(found, self._config.updates, self._guard) for i, found in members.items()}
+
+    def remove(self) -> None:
+        """Remove all hooks and let go of the parameters; twice is harmless."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._meters, self._parameters = [], {}, []
+        self.recorder.remeasure, self.recorder.activations = None, None
+        self.gate.active = self.gate.sample = False
+        self.recorder.release()

@@ -1,0 +1,109 @@
+"""Gradients, weights and updates of one optimizer's parameters in one sampled step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from otel_train.guard import Guard
+from otel_train.hooks.shape_group import ShapeGroup
+from otel_train.layers import MonitoredParameter
+from otel_train.records import ParameterReading
+from otel_train.sampling import Sampler, plan
+
+Decode = Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
+
+
+class ParameterMeter:
+    """Measures the parameters that have a gradient; those without one have no values, as they have no update.
+
+    Args:
+        parameters: The parameters whose steps it sees.
+        updates: ``sampled``, ``exact`` or ``off``.
+        guard: Counts time and failures.
+    """
+
+    def __init__(self, parameters: Sequence[MonitoredParameter], updates: str, guard: Guard) -> None:
+        self._parameters, self._updates, self._guard = list(parameters), updates, guard
+        self._samplers: dict[torch.device, Sampler] = {}
+        self._groups: list[ShapeGroup] = []
+        self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
+        self._complete = False
+
+    @torch.no_grad()
+    def begin(self, scale: torch.Tensor | None) -> None:
+        """Read gradients and weights, before the step.
+
+        Args:
+            scale: The gradients are this many times too large, () or None.
+        """
+        self._complete = read = False
+        with self._guard.part("gradients"):
+            self._regroup()
+            for sampler in self._samplers.values():
+                sampler.advance()
+            for group in self._groups:
+                group.read_gradients(scale)
+            read = True
+        if not read:
+            return
+        with self._guard.part("updates"):
+            for group in self._groups:
+                group.read_before()
+            self._complete = True
+
+    @torch.no_grad()
+    def reread_gradients(self, scale: torch.Tensor | None) -> None:
+        """Read the gradients again: a closure computed them anew since ``begin``."""
+        with self._guard.part("gradients"):
+            for group in self._groups:
+                group.read_gradients(scale)
+
+    @torch.no_grad()
+    def end(self) -> tuple[list[torch.Tensor], Decode] | None:
+        """Read the weights after the step; returns what to read out, None if something failed."""
+        complete, self._complete = self._complete, False
+        if not complete:
+            return None
+        with self._guard.part("updates"):
+            for group in self._groups:
+                group.read_after()
+            return self._take()
+        return None
+
+    def _take(self) -> tuple[list[torch.Tensor], Decode]:
+        taken = [group.take() for group in self._groups]
+        tensors = [tensor for part, _ in taken for tensor in part]
+
+        def decode(numbers: Sequence[Sequence[float]]) -> list[ParameterReading]:
+            readings: list[ParameterReading] = []
+            at = 0
+            for part, decode_group in taken:
+                readings += decode_group(numbers[at : at + len(part)])
+                at += len(part)
+            return readings
+
+        return tensors, decode
+
+    def _regroup(self) -> None:
+        """Group parameters by shape, anew when another set of them has gradients."""
+        present = [p for p in self._parameters if p.tensor.grad is not None]
+        signature = tuple((id(p.tensor), p.tensor.dtype, p.tensor.device, p.tensor.shape) for p in present)
+        if signature == self._grouped:
+            return
+        by_shape: defaultdict[tuple[object, ...], list[MonitoredParameter]] = defaultdict(list)
+        for parameter in present:
+            t = parameter.tensor
+            grad_dtype = None if t.grad is None else t.grad.dtype
+            by_shape[t.shape, t.dtype, grad_dtype, t.device, parameter.kind == "embedding"].append(parameter)
+        self._groups = [self._group(members) for members in by_shape.values()]
+        self._grouped = signature
+
+    def _group(self, members: list[MonitoredParameter]) -> ShapeGroup:
+        first = members[0].tensor
+        sampler = self._samplers.setdefault(first.device, Sampler(first.device))
+        shape = (*first.shape, 2) if first.is_complex() else first.shape
+        chosen = plan(shape, embedding=members[0].kind == "embedding", exact=self._updates == "exact")
+        return ShapeGroup(members, chosen, sampler, measure_updates=self._updates != "off")

@@ -1,0 +1,134 @@
+"""The step under way, and steps whose numbers are still on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from otel_train.readout import Reading, read_out
+from otel_train.records import ActivationReading, GroupSettings, LayerSample, ParameterReading, StepRecord
+
+GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
+"""The numbers of GroupSettings, in the order of its fields."""
+
+
+class Numbers:
+    """Numbers under keys, some on the host and some on a device; read out together."""
+
+    def __init__(self) -> None:
+        self._host: dict[Hashable, list[float]] = {}
+        self._device: list[tuple[Hashable, torch.Tensor]] = []
+        self._reading: Reading | None = None
+
+    def add(self, key: Hashable, value: float | torch.Tensor) -> None:
+        """Take a number, or a tensor of one element.
+
+        Raises:
+            ValueError: A tensor has more elements than one, or none.
+            TypeError: It is no number.
+        """
+        if not isinstance(value, torch.Tensor):
+            self._host.setdefault(key, []).append(float(value))
+        elif value.numel() == 1:
+            self._device.append((key, value.detach()))
+        else:
+            raise ValueError(f"{key}: expected a number or a tensor of one element, got shape {tuple(value.shape)}")
+
+    def read_out(self) -> None:
+        """Ask for the device's numbers; does not synchronise."""
+        self._reading = read_out([tensor for _, tensor in self._device]) if self._device else None
+
+    def values(self) -> dict[Hashable, list[float]]:
+        """Return all numbers in the order in which they came, a key's host numbers first; waits for the device's."""
+        values = {key: list(numbers) for key, numbers in self._host.items()}
+        if self._reading is not None:
+            for (key, _), numbers in zip(self._device, self._reading.values(), strict=True):
+                values.setdefault(key, []).extend(numbers)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSample:
+    """What one optimizer's sampled step measured, not yet on the host."""
+
+    reading: Reading
+    split: int
+    """Tensors of the reading that belong to parameters; the rest belongs to activations."""
+    decode_parameters: Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
+    decode_activations: Callable[[Sequence[Sequence[float]]], list[ActivationReading]]
+
+    def resolve(self) -> LayerSample:
+        """Wait for the numbers and decode them; for the monitor's own thread."""
+        numbers = self.reading.values()
+        return LayerSample(
+            tuple(self.decode_parameters(numbers[: self.split])), tuple(self.decode_activations(numbers[self.split :]))
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """A step as the training thread fills it; once handed over, only the monitor's own thread touches it."""
+
+    sampled: bool
+    stepped: set[int] = field(default_factory=set)
+    """``id`` of the optimizers that have stepped."""
+    finished_at: float = 0.0
+    duration: float | None = None
+    forward: float = 0.0
+    data_wait: float = 0.0
+    forwards: int = 0
+    observed: int = 0
+    """Calls of ``observe``."""
+    sequence_length: int | None = None
+    precision: str = "unknown"
+    max_norm: float | None = None
+    scale_fell: bool = False
+    groups: dict[tuple[str, str], None] = field(default_factory=dict)
+    """(optimizer, param_group) of the groups that stepped; their settings are in the numbers."""
+    numbers: Numbers = field(default_factory=Numbers)
+    samples: list[PendingSample] = field(default_factory=list)
+
+    def resolve(self) -> StepRecord:
+        """Wait for the numbers and return the record; for the monitor's own thread."""
+        numbers = self.numbers.values()
+        skipped = self.scale_fell or any(value > 0 for value in numbers.get("found_inf", ()))
+        clip_norm = _last(numbers, "clip_norm")
+        return StepRecord(
+            finished_at=self.finished_at,
+            duration=self.duration,
+            forward=self.forward,
+            data_wait=self.data_wait,
+            micro_batches=self.observed or self.forwards,
+            tokens=int(sum(numbers.get("tokens", ()))),
+            samples=int(sum(numbers.get("samples", ()))),
+            sequence_length=self.sequence_length,
+            skipped=skipped,
+            losses=tuple(numbers.get("loss", ())),
+            grad_norm=_last(numbers, "grad_norm"),
+            # torch scales by max_norm / (norm + 1e-6) where that is below 1
+            clipped=self.max_norm is not None and clip_norm is not None and clip_norm + 1e-6 > self.max_norm,
+            loss_scale=_last(numbers, "loss_scale"),
+            groups=tuple(_settings(labels, numbers) for labels in self.groups),
+            precision=self.precision,
+            # what was measured around a step that did not happen says nothing
+            sample=self._sample() if self.samples and not skipped else None,
+        )
+
+    def _sample(self) -> LayerSample:
+        parts = [sample.resolve() for sample in self.samples]
+        return LayerSample(
+            tuple(reading for part in parts for reading in part.parameters),
+            tuple(reading for part in parts for reading in part.activations),
+        )
+
+
+def _last(numbers: dict[Hashable, list[float]], key: Hashable) -> float | None:
+    values = numbers.get(key)
+    return values[-1] if values else None
+
+
+def _settings(labels: tuple[str, str], numbers: dict[Hashable, list[float]]) -> GroupSettings:
+    facts = [_last(numbers, (name, *labels)) for name in GROUP_FACTS]
+    return GroupSettings(*labels, facts[0] if facts[0] is not None else float("nan"), *facts[1:])

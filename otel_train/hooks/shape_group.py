@@ -1,0 +1,167 @@
+"""Parameters of one shape, measured together: arithmetic is batched over them, only reads go tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from otel_train.layers import MonitoredParameter
+from otel_train.readout import peek
+from otel_train.records import ParameterReading, ParameterSums
+from otel_train.sampling import Draw, Plan, Sampler
+from otel_train.stats import gradients, parameters, updates
+from otel_train.stats.sums import count_nonfinite, sum_and_square_sum
+
+
+class ShapeGroup:
+    """Measures parameters of one shape, type and device in one optimizer step.
+
+    Args:
+        members: The parameters; each has a gradient.
+        plan: What is read of each.
+        sampler: Draws the elements, where not all are read.
+        measure_updates: Whether the change of the weights is measured.
+    """
+
+    def __init__(
+        self, members: Sequence[MonitoredParameter], plan: Plan, sampler: Sampler, *, measure_updates: bool
+    ) -> None:
+        self._members, self._plan, self._sampler = members, plan, sampler
+        self._measure_updates = measure_updates
+        self._counts_magnitudes = any(member.histogram is not None for member in members)
+        self._reader = None if plan.whole else updates.SampledReader(self._weights(), plan)
+        self._copies: list[torch.Tensor] = []
+        self._results: dict[str, torch.Tensor] = {}
+        self._deferred = False  # whether non-finite elements are counted a sample later
+        # Members whose sums were not finite when last read out; where the host cannot peek, they are counted a sample later.
+        self._suspects = {"gradient": set[int](), "weight": set[int]()}
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [member.tensor.detach() for member in self._members]
+
+    def _draw(self) -> Draw | None:
+        return None if self._plan.whole else self._sampler.draw(self._plan)
+
+    def read_gradients(self, scale: torch.Tensor | None) -> None:
+        """Sum up the gradients and sample their magnitudes.
+
+        Args:
+            scale: The gradients are this many times too large (a fused optimizer under a GradScaler), () or None.
+        """
+        grads = [_gradient(member) for member in self._members]
+        draw = self._draw()
+        sums = sum_and_square_sum(grads)
+        self._results["gradient_nonfinite"] = self._count(grads, sums[:, 0], "gradient")
+        inverse = None if scale is None else scale.to(sums.dtype).reshape(()).reciprocal()
+        self._results["gradient"] = sums if inverse is None else sums * torch.stack([inverse, inverse.square()])
+        if self._counts_magnitudes:
+            sampled = gradients.magnitude_samples(grads, self._plan, draw)
+            self._results["magnitudes"] = gradients.magnitudes(sampled if inverse is None else sampled * inverse.float())
+
+    def read_before(self) -> None:
+        """Take the weights' norms, and copy what the update is measured on; after this step's gradients are there."""
+        weights = self._weights()
+        self._results["weight"] = parameters.weight_square_sums(weights)
+        self._results["weight_nonfinite"] = self._count(weights, self._results["weight"], "weight")
+        if not self._measure_updates:
+            return
+        draw = self._draw()
+        if self._reader is None or draw is None:
+            self._copies = updates.read_whole(weights)
+        else:
+            self._reader.choose_rows([_gradient(member) for member in self._members], draw)
+            self._reader.read(weights, draw, after=False)
+
+    def read_after(self) -> None:
+        """Compare the weights with what was copied before the step."""
+        if not self._measure_updates:
+            return
+        draw = self._draw()
+        if self._reader is None or draw is None:
+            self._results["update"] = updates.whole_sums(self._copies, self._weights())
+            self._copies = []
+        else:
+            self._reader.read(self._weights(), draw, after=True)
+            self._results["update"] = self._reader.sums()
+
+    def _count(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, what: str) -> torch.Tensor:
+        """Count non-finite elements, exactly, of the tensors whose sum is not finite: counting all of them costs 8 % of a step."""
+        known = peek(sums)
+        suspects = self._suspects[what]
+        self._deferred = known is None
+        if known is not None:
+            suspects = {i for i, value in enumerate(known) if not math.isfinite(value)}
+        counts = torch.zeros(len(tensors), dtype=torch.int64, device=sums.device)
+        for i in suspects:
+            counts[i] = count_nonfinite(tensors[i])
+        return counts
+
+    def take(self) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[ParameterReading]]]:
+        """Return what to read out, and the host function that turns the numbers into readings."""
+        names = list(self._results)
+        tensors = [self._results[name] for name in names]
+        self._results = {}
+
+        def decode(numbers: Sequence[Sequence[float]]) -> list[ParameterReading]:
+            return self._decode(dict(zip(names, numbers, strict=True)))
+
+        return tensors, decode
+
+    def _decode(self, numbers: dict[str, Sequence[float]]) -> list[ParameterReading]:
+        rows = {name: _split(values, len(self._members)) for name, values in numbers.items()}
+        return [
+            ParameterReading(member.layer, member.histogram, self._sums(i, {name: row[i] for name, row in rows.items()}))
+            for i, member in enumerate(self._members)
+        ]
+
+    def _sums(self, index: int, row: dict[str, Sequence[float]]) -> ParameterSums:
+        total, squared = row["gradient"]
+        update = self._estimate(row["update"]) if "update" in row else None
+        magnitudes, magnitude_sum = self._scaled_magnitudes(row.get("magnitudes"))
+        return ParameterSums(
+            elements=self._plan.elements,
+            gradient=total,
+            gradient_squared=squared,
+            weight_squared=row["weight"][0],
+            nonfinite_gradients=self._nonfinite(index, "gradient", total, row["gradient_nonfinite"][0]),
+            nonfinite_weights=self._nonfinite(index, "weight", row["weight"][0], row["weight_nonfinite"][0]),
+            update_squared=update.update_squared if update else None,
+            update_weight_squared=update.weight_squared if update else None,
+            changed=update.changed if update else None,
+            update_relative_error=update.relative_error if update else 0.0,
+            magnitudes=magnitudes,
+            magnitude_sum=magnitude_sum,
+        )
+
+    def _estimate(self, sums: Sequence[float]) -> updates.UpdateEstimate:
+        estimate = updates.estimate_whole if self._plan.whole else updates.estimate_sampled
+        return estimate(self._plan, sums)
+
+    def _scaled_magnitudes(self, row: Sequence[float] | None) -> tuple[tuple[float, ...] | None, float]:
+        """Let the sampled elements stand for all of the tensor."""
+        if row is None:
+            return None, 0.0
+        sampled = self._plan.elements if self._plan.whole else self._plan.lines // self._plan.phases * self._plan.width
+        factor = self._plan.elements / sampled if sampled else 0.0
+        return tuple(count * factor for count in row[: gradients.BINS]), row[gradients.BINS] * factor
+
+    def _nonfinite(self, index: int, what: str, total: float, counted: float) -> int:
+        suspects = self._suspects[what]
+        (suspects.discard if math.isfinite(total) else suspects.add)(index)
+        # Seen for the first time where the host could not peek: at least one.
+        least = 1 if self._deferred and not math.isfinite(total) else 0
+        return max(int(counted), least)
+
+
+def _gradient(member: MonitoredParameter) -> torch.Tensor:
+    gradient = member.tensor.grad
+    if gradient is None:  # groups are made of parameters that have one
+        raise RuntimeError(f"{member.name} lost its gradient")
+    return gradient.detach()
+
+
+def _split(values: Sequence[float], parts: int) -> list[Sequence[float]]:
+    size = len(values) // parts
+    return [values[i * size : (i + 1) * size] for i in range(parts)]

@@ -1,0 +1,281 @@
+"""Parameters and modules to layers: names, kinds, depth, and the budget of series.
+
+A layer is a module by default. What belongs to it: all trainable parameters of one kind in it, so that a module with several
+matrices (``nn.MultiheadAttention``) is one series; norms combine as sums of squares.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from otel_train.config import MonitorConfig
+from otel_train.errors import AttachError
+from otel_train.records import Layer
+
+_LOG = logging.getLogger("otel_train")
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+_BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(\.|$)")
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish,
+    nn.Softplus, nn.Softsign, nn.Tanh, nn.Hardtanh, nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Threshold, nn.Hardshrink,
+    nn.Softshrink, nn.Tanhshrink, nn.GLU,
+)  # fmt: skip
+_RECTIFYING = (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Threshold)
+_UNNAMED_GROUP = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class MonitoredParameter:
+    """A trainable parameter and where its numbers go."""
+
+    tensor: nn.Parameter
+    name: str
+    kind: str
+    layer: Layer | None
+    """None where its kind, or the budget, leaves it without series; it still counts towards global values."""
+    histogram: Layer | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSite:
+    """A module whose input and output are measured."""
+
+    module: nn.Module
+    layer: str
+    depth: int
+    flat: tuple[float, float] | None
+    """(low, high) of the output outside which the activation is flat; None where it never is."""
+    rectifying: bool
+    """It cuts off negative values, so that a unit can be dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMap:
+    """Everything of a model that is monitored."""
+
+    parameters: tuple[MonitoredParameter, ...]
+    sites: tuple[ActivationSite, ...]
+    dropped_layers: int
+    """Layers without series of their own because of max_layers."""
+
+
+def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfig) -> LayerMap:
+    """Find the layers of a model.
+
+    Args:
+        model: The root module.
+        groups: ``id`` of a parameter to the name of its parameter group; parameters not in it are in no optimizer.
+        config: Settings: layers, max_layers, kinds, activations, histograms.
+
+    Raises:
+        AttachError: No parameter is trainable, or a setting's pattern or callable matches nothing.
+    """
+    strip = _name_stripper(name for name, _ in model.named_parameters())
+    found = _trainable(model, strip)
+    if not found:
+        raise AttachError(
+            f"expected a model with trainable parameters, got {type(model).__name__} with none; "
+            "attach after the model is built, and before it is frozen"
+        )
+    modules = _activation_modules(model, strip, config.activations)
+    rule = _layer_rule(config.layers)
+    if all(rule(parameter) is None for parameter in found):
+        raise AttachError(f"layers: the callable returned None for every parameter; it is given names like {found[0].name!r}")
+    rule, kinds, dropped = _within_budget(found, rule, groups, config)
+    by_block = config.layers == "block" or len(modules) > config.max_layers
+    sites = [(block_of(name) if by_block else name, name, module) for name, module in modules]
+    depths = _depths(model, strip, found, rule, {name: layer for layer, name, _ in sites})
+    return LayerMap(
+        tuple(_monitored(f, rule, kinds, groups, config, depths) for f in found),
+        tuple(
+            ActivationSite(module, layer, depths[layer], _flat_outside(module), isinstance(module, _RECTIFYING))
+            for layer, _, module in sites
+        ),
+        dropped,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    tensor: nn.Parameter
+    name: str
+    module: str
+    """Path of the module that owns it; its own name where the root does."""
+    kind: str
+
+
+def _name_stripper(names: Iterable[str]) -> Callable[[str], str]:
+    """Return what removes wrapper prefixes: ``module.`` only where every name has it, since a model may call a child so."""
+    stripped = [_without_wrappers(name) for name in names]
+    front = ""
+    while stripped and all(name.startswith(f"{front}module.") for name in stripped):
+        front += "module."
+
+    def strip(name: str) -> str:
+        name = _without_wrappers(name)
+        return name.removeprefix(front) if name.startswith(front) else name.removeprefix(front.rstrip("."))
+
+    return strip
+
+
+def _without_wrappers(name: str) -> str:
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def _trainable(model: nn.Module, strip: Callable[[str], str]) -> list[_Found]:
+    """Return trainable parameters in registration order, tied ones once."""
+    owners = dict(model.named_modules())
+    found = []
+    for full_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            owner, _, leaf = full_name.rpartition(".")
+            name = strip(full_name)
+            found.append(_Found(parameter, name, strip(owner) or name, _kind(owners[owner], leaf, parameter)))
+    return found
+
+
+def _kind(owner: nn.Module, leaf: str, parameter: torch.Tensor) -> str:
+    if isinstance(owner, _EMBEDDINGS):
+        return "embedding"
+    if parameter.dim() >= 2:
+        return "matrix"
+    return "norm" if "norm" in type(owner).__name__.lower() and not leaf.endswith("bias") else "vector"
+
+
+def block_of(path: str) -> str:
+    """Return the block of a module path: up to its first number (``model.layers.3``), else its first name."""
+    match = _BLOCK.match(path)
+    return match.group(1) if match else path.partition(".")[0]
+
+
+_Rule = Callable[[_Found], "str | None"]
+
+
+def _layer_rule(layers: object) -> _Rule:
+    if layers == "block":
+        return lambda found: block_of(found.module)
+    if layers == "parameter":
+        return lambda found: found.name
+    if callable(layers):
+        return lambda found: layers(found.name)
+    return lambda found: found.module
+
+
+def _within_budget(
+    found: list[_Found], rule: _Rule, groups: Mapping[int, str], config: MonitorConfig
+) -> tuple[_Rule, tuple[str, ...], int]:
+    """Choose what has series: drop norms, then merge to blocks, then to the model's children, until max_layers holds.
+
+    Returns:
+        The rule, the kinds with series, and the number of layers that lost their own series.
+    """
+    without_norms = tuple(kind for kind in config.kinds if kind != "norm")
+    choices: list[tuple[_Rule, tuple[str, ...], str]] = [
+        (rule, config.kinds, ""),
+        (rule, without_norms, "norm layers have no series"),
+        (lambda f: block_of(f.module), without_norms, "layers are merged to blocks"),
+        (lambda f: f.module.partition(".")[0], without_norms, "layers are merged to the model's children"),
+    ]
+    counts = [_count(found, choose, kinds, groups) for choose, kinds, _ in choices]
+    # The coarsest is taken even where it is over the budget, and a choice without any series never is.
+    fitting = [i for i, count in enumerate(counts) if 0 < count <= config.max_layers]
+    level = fitting[0] if fitting else max((i for i, count in enumerate(counts) if count), default=0)
+    chosen, kinds, what = choices[level]
+    if level:
+        _LOG.warning("max_layers=%d: %s (%d layers to %d)", config.max_layers, what, counts[0], counts[level])
+    return chosen, kinds, counts[0] - counts[level]
+
+
+def _count(found: list[_Found], rule: _Rule, kinds: tuple[str, ...], groups: Mapping[int, str]) -> int:
+    chosen = (f for f in found if f.kind in kinds)
+    return len({(rule(f), f.kind, groups.get(id(f.tensor))) for f in chosen if rule(f) is not None})
+
+
+def _monitored(
+    found: _Found,
+    rule: _Rule,
+    kinds: tuple[str, ...],
+    groups: Mapping[int, str],
+    config: MonitorConfig,
+    depths: Mapping[str, int],
+) -> MonitoredParameter:
+    group = groups.get(id(found.tensor), _UNNAMED_GROUP)
+
+    def layer(name: str | None) -> Layer | None:
+        if name is None or found.kind not in kinds:
+            return None
+        return Layer(name, depths[name], found.kind, group)
+
+    own = layer(rule(found))
+    histogram = None
+    if config.histograms != "off" and found.kind in ("matrix", "embedding"):
+        histogram = own if config.histograms == "layer" else layer(block_of(found.module))
+    return MonitoredParameter(found.tensor, found.name, found.kind, own, histogram)
+
+
+def _depths(
+    model: nn.Module, strip: Callable[[str], str], found: list[_Found], rule: _Rule, sites: Mapping[str, str]
+) -> dict[str, int]:
+    """Number layers in registration order, activation modules among them; a block has the depth of its first layer.
+
+    Args:
+        model: The root module.
+        strip: Removes wrapper prefixes.
+        found: The trainable parameters.
+        rule: The layer of a parameter.
+        sites: Path of an activation module to its layer.
+    """
+    owned: dict[str, list[str]] = {}
+    for f in found:
+        owned.setdefault(f.module, []).append(rule(f) or f.module)
+    depths: dict[str, int] = {}
+    paths = [f.name for f in found if f.module == f.name] + [strip(name) for name, _ in model.named_modules()]
+    for path in paths:
+        for name in owned.get(path, []) + ([sites[path]] if path in sites else []):
+            depths.setdefault(name, len(depths))
+    for f in found:
+        depths.setdefault(block_of(f.module), depths[rule(f) or f.module])
+    return depths
+
+
+def _activation_modules(
+    model: nn.Module, strip: Callable[[str], str], wanted: bool | tuple[str, ...]
+) -> list[tuple[str, nn.Module]]:
+    named = [(strip(name), module) for name, module in model.named_modules() if name]
+    if wanted is False:
+        return []
+    if wanted is True:
+        return [(name, module) for name, module in named if _is_activation(module)]
+    for pattern in wanted:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in named):
+            example = named[-1][0] if named else "none"
+            raise AttachError(f"activations: no module matches {pattern!r}; the model has paths like {example!r}")
+    return [(name, module) for name, module in named if any(fnmatch.fnmatchcase(name, p) for p in wanted)]
+
+
+def _is_activation(module: nn.Module) -> bool:
+    # Hugging Face's own activation modules share only the end of their names.
+    return isinstance(module, _ACTIVATIONS) or type(module).__name__.endswith("Activation")
+
+
+def _flat_outside(module: nn.Module) -> tuple[float, float] | None:
+    if isinstance(module, (nn.Tanh, nn.Softsign)):
+        return (-0.97, 0.97)
+    if isinstance(module, nn.Sigmoid):
+        return (0.03, 0.97)
+    if isinstance(module, nn.Hardsigmoid):
+        return (0.0, 1.0)
+    if isinstance(module, nn.ReLU6):
+        return (float("-inf"), 6.0)
+    if isinstance(module, nn.Hardtanh):
+        return (float(module.min_val), float(module.max_val))
+    return None

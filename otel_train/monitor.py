@@ -1,0 +1,592 @@
+"""attach and Monitor: the one file that sees both the device arm and the host arm."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from types import FrameType, TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import nn
+from torch.optim import Optimizer
+
+from otel_train import config as configuration
+from otel_train._version import __version__
+from otel_train.assembly import Assembler, LiveState, RunFacts
+from otel_train.catalog import throughput
+from otel_train.config import MonitorConfig, Rank
+from otel_train.errors import AttachError, ConfigError
+from otel_train.guard import PARTS, Guard
+from otel_train.hooks.attachment import Attachment
+from otel_train.hooks.pending import Step
+from otel_train.records import Coverage
+from otel_train.sinks import Sink
+from otel_train.sinks.endpoint import Endpoint
+from otel_train.sinks.page import render_fragment
+from otel_train.sinks.prometheus import PrometheusSink
+from otel_train.snapshot import Snapshot
+from otel_train.stats.throughput import peak_flops, transformer_shape
+from otel_train.worker import Worker
+
+_LOG = logging.getLogger("otel_train")
+_Batch = TypeVar("_Batch")
+
+_FLUSH_SECONDS = 10.0
+_PHASES = 16
+"""Names of phases at most, since each is a series; what comes after is called ``other``."""
+
+_monitors: weakref.WeakKeyDictionary[nn.Module, Monitor] = weakref.WeakKeyDictionary()
+"""The monitor of each model; holds it as long as the model lives, even if the user keeps none."""
+_open: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
+    *,
+    config: MonitorConfig | None = None,
+    sinks: Iterable[Sink] | None = None,
+    **settings: Any,
+) -> Monitor:
+    """Measure a training from the inside and serve what is seen, from the next forward on.
+
+    Call it after the model is wrapped or sharded and before the first compiled call. Attaching to the same model again replaces its
+    monitor and keeps its port.
+
+    Args:
+        model: The root module: one call of it is one micro-batch.
+        optimizer: The optimizer, several (a list, or a mapping by name), or None: then gradients and updates are not measured, and
+            each ``observe`` counts as a step. Wrappers with an inner ``.optimizer`` are unwrapped.
+        config: Settings; fields of MonitorConfig. Default: the environment.
+        sinks: Where Snapshots go besides the Prometheus endpoint.
+        **settings: Fields of MonitorConfig; they win over ``config``.
+
+    Returns:
+        The monitor; close it when the training ends.
+
+    Raises:
+        ConfigError: A setting has no such name or value.
+        AttachError: The model or the optimizer cannot be monitored as it is.
+    """
+    chosen = configuration.make_config(config, settings)
+    _check_model(model)
+    optimizers = _named_optimizers(model, optimizer)
+    extra = _check_sinks(sinks)
+    root = _unwrap(model)
+    old = _monitors.get(root)
+    if old is not None:
+        if chosen.port and old.port is not None and chosen.port == old.asked_port:
+            chosen = configuration.make_config(chosen, {"port": old.port})
+        old.replaced()
+    monitor = Monitor(model, optimizers, chosen, extra)
+    _monitors[root] = monitor
+    return monitor
+
+
+def _check_model(model: object) -> None:
+    if type(model).__name__ in ("DeepSpeedEngine", "PipelineEngine"):
+        raise AttachError(
+            "expected an unwrapped model, got a DeepSpeed engine, which keeps gradients to itself; use DDP or FSDP2 (fully_shard)"
+        )
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise AttachError(
+            "expected a model that lives on one device, got nn.DataParallel, whose replicas hooks cannot see; "
+            "use DistributedDataParallel, or attach to model.module without it"
+        )
+
+
+def _named_optimizers(model: nn.Module, given: object) -> dict[str, Optimizer]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        named = {str(name): _unwrapped_optimizer(value) for name, value in given.items()}
+    elif isinstance(given, (list, tuple)):
+        named = _numbered([_unwrapped_optimizer(value) for value in given])
+    else:
+        named = _numbered([_unwrapped_optimizer(given)])
+    if not named:
+        raise AttachError("expected an optimizer, several, or None, got an empty collection")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not own:
+        raise AttachError(f"expected a model with trainable parameters, got {type(model).__name__} with no parameters at all")
+    for name, optimizer in named.items():
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise AttachError(
+                f"expected an optimizer that holds parameters of this model, but {name} holds none of them; "
+                "make the optimizer from the same model, after it is wrapped or moved"
+            )
+    return named
+
+
+def _unwrapped_optimizer(optimizer: object) -> Optimizer:
+    while not isinstance(optimizer, Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise AttachError(
+                f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+                "an optimizer of your own can be monitored if it is a subclass of torch.optim.Optimizer"
+            )
+        optimizer = inner
+    # accelerate's wrapper is an Optimizer itself, but without hooks
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _numbered(optimizers: list[Optimizer]) -> dict[str, Optimizer]:
+    """Name optimizers after their classes, with a number from the second of a class on."""
+    named: dict[str, Optimizer] = {}
+    for optimizer in optimizers:
+        name, number = type(optimizer).__name__, 2
+        while name in named:
+            name, number = f"{type(optimizer).__name__}{number}", number + 1
+        named[name] = optimizer
+    return named
+
+
+def _check_sinks(sinks: object) -> list[Sink]:
+    if sinks is None:
+        return []
+    found = list(sinks) if isinstance(sinks, Iterable) else [sinks]
+    for sink in found:
+        if not isinstance(sink, Sink):
+            raise ConfigError(f"sinks: expected objects with publish and close, got {type(sink).__name__}")
+    return found
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside of a compiled one, which is what a second attachment would hook too."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+class Monitor:
+    """A running attachment: made by ``attach``, ended by ``close`` or by leaving its ``with`` block.
+
+    No method raises into the training, waits for the device, or blocks, except ``flush`` and ``close``, which wait as they say.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: MonitorConfig, sinks: Sequence[Sink]
+    ) -> None:
+        self._config, self._sinks = config, list(sinks)
+        self._guard = Guard()
+        self._live = LiveState()
+        self._disabled = configuration.is_disabled()
+        self._closed = self._disabled
+        self._closing = threading.Lock()
+        self._phases = {"train"}
+        self._pid = os.getpid()
+        self.asked_port = config.port
+        self._prometheus = PrometheusSink()
+        self._endpoint: Endpoint | None = None
+        self._model = weakref.ref(model)
+        self._worker: Worker[Step | Coverage] = Worker("otel-train", self._handle, self._publish)
+        self._previous_sigterm: Any = None
+        if self._disabled:
+            self._attachment: Attachment | None = None
+            return
+        rank = configuration.rank_from_environment()
+        device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
+        self._device = device
+        facts = self._facts(model, rank, device)
+        self._assembler = Assembler(facts, self._flops_per_token(model))
+        # first what can refuse, then what must be undone
+        self._attachment = Attachment(model, optimizers, config, self._guard, self._worker.put, self._worker.put)
+        self._start(model, rank)
+
+    def _start(self, model: nn.Module, rank: Rank) -> None:
+        self._worker.start()
+        self._listen(rank)
+        _open.add(self)
+        weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
+        if self._config.handle_sigterm:
+            self._handle_sigterm()
+        self._worker.flush(_FLUSH_SECONDS)  # so that the first scrape finds every counter at 0
+
+    def _facts(self, model: nn.Module, rank: Rank, device: torch.device) -> RunFacts:
+        config = self._config
+        name, uuid = _device_name(device)
+        peak, source = (config.peak_flops, "given") if config.peak_flops else (peak_flops(name), "table")
+        base = {"run": configuration.run_name(config), "rank": str(rank.rank), **config.labels}
+        return RunFacts(
+            base_labels=tuple(base.items()),
+            model=type(_unwrap(model)).__name__,
+            world_size=rank.world_size,
+            torch_version=torch.__version__,
+            version=__version__,
+            update_mode=config.updates,
+            device=name,
+            device_uuid=uuid,
+            local_rank=rank.local_rank,
+            host=socket.gethostname(),
+            every_n_steps=config.every_n_steps,
+            planned_steps=config.planned_steps,
+            warmup_steps=config.warmup_steps,
+            peak_flops=peak,
+            peak_flops_source=source,
+            parts=PARTS,
+        )
+
+    def _flops_per_token(self, model: nn.Module) -> Any:
+        given = self._config.flops_per_token
+        if given is not None:
+            return lambda _: given
+        shape = transformer_shape(model)
+        peak = self._config.peak_flops or peak_flops(_device_name(self._device)[0])
+        if shape is None:
+            _LOG.info("MFU is not exported: no transformer found by its shapes; give flops_per_token to have it")
+            return lambda _: None
+        if peak is None:
+            _LOG.info("MFU is not exported: the peak FLOP/s of this device are unknown; give peak_flops to have it")
+        return lambda length: None if length is None else shape.flops_per_token(length)
+
+    def _listen(self, rank: Rank) -> None:
+        if self._config.port is None:
+            return
+        port = self._config.port + rank.local_rank if self._config.port else 0
+        try:
+            self._endpoint = Endpoint(
+                self._prometheus, self._config.host, port, lambda error: self._guard.failed("endpoint", error)
+            )
+        except (OSError, OverflowError) as error:
+            self._guard.errors["endpoint"] += 1
+            _LOG.warning("no endpoint: cannot listen on %s port %d (%s)", self._config.host, port, error)
+
+    # --- the monitor's own thread
+
+    def _handle(self, item: Step | Coverage) -> None:
+        with self._guard.part("export"):
+            if isinstance(item, Coverage):
+                self._assembler.cover(item)
+            else:
+                self._assembler.add(item.resolve())
+
+    def _publish(self) -> None:
+        with self._guard.part("export"):
+            live = self._live
+            seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds}
+            live.monitor_seconds, live.monitor_errors = seconds, dict(self._guard.errors)
+            live.memory = _memory(self._device)
+            snapshot = self._assembler.snapshot(live, time.time())
+            self._prometheus.publish(snapshot)
+        for sink in self._sinks:
+            with self._guard.part("export"):
+                sink.publish(snapshot)
+
+    # --- what users call in the loop
+
+    def observe(
+        self,
+        *,
+        loss: float | torch.Tensor | None = None,
+        tokens: int | torch.Tensor | None = None,
+        samples: int | torch.Tensor | None = None,
+        grad_norm: float | torch.Tensor | None = None,
+        loss_scale: float | None = None,
+    ) -> None:
+        """Tell what the loop knows, once a micro-batch, before or after ``optimizer.step``; tensors are taken without a sync.
+
+        Args:
+            loss: The micro-batch's loss, () or a number.
+            tokens: Tokens in the micro-batch.
+            samples: Samples in the micro-batch.
+            grad_norm: L2 norm of the gradient before clipping, if it is clipped by other means than ``clip_grad_norm_``.
+            loss_scale: The GradScaler's scale (``scaler.get_scale()``).
+        """
+        if self._attachment is not None and not self._closed:
+            self._attachment.recorder.observe(loss, tokens, samples, grad_norm, loss_scale)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, parameters: Iterable[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Clip the gradients as ``torch.nn.utils.clip_grad_norm_`` does, and export the norm before and after.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: The p of the norm; only the 2-norm is exported.
+            parameters: What to clip. Default: the model's parameters.
+
+        Returns:
+            The norm before clipping, ().
+        """
+        if parameters is None:
+            model = self._model()
+            parameters = list(model.parameters()) if model is not None else []
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        if self._attachment is not None and not self._closed:
+            self._attachment.recorder.clipped(norm, max_norm, is_l2=float(norm_type) == 2.0)
+        return norm
+
+    def data(self, loader: Iterable[_Batch]) -> TimedLoader[_Batch]:
+        """Iterate over a loader and measure the wait for each batch."""
+        return TimedLoader(loader, self)
+
+    def waited(self, seconds: float) -> None:
+        """Take a wait for data, as ``data`` measures it; for loops that fetch batches by other means."""
+        if self._attachment is not None and not self._closed:
+            self._attachment.recorder.waited(seconds)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that the loop does something else than training: evaluation, checkpointing, compilation.
+
+        Its time does not count as step time, and forwards in it show no activation statistics.
+
+        Args:
+            name: ``eval``, ``checkpoint``, ``compile`` or a word of your own; a label, so a few words in all.
+        """
+        if self._attachment is None or self._closed:
+            yield
+            return
+        name = str(name)[:64]
+        if name not in self._phases and len(self._phases) >= _PHASES:
+            name = "other"
+        self._phases.add(name)
+        gate, before, began = self._attachment.gate, self._live.phase, time.perf_counter()
+        outermost, gate.paused = not gate.paused, name != "train"
+        self._live.phase = name
+        self._worker.wake()
+        try:
+            yield
+        finally:
+            self._live.phase, gate.paused = before, not outermost
+            if outermost:
+                self._attachment.recorder.paused(time.perf_counter() - began)
+            self._worker.wake()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint should carry: the global step and the tokens seen."""
+        if self._disabled:
+            return {"step": 0, "tokens_seen": 0}
+        self.flush()
+        return {"step": self._assembler.step, "tokens_seen": self._assembler.tokens_seen}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a checkpoint; counters of this process still start at 0.
+
+        Raises:
+            ConfigError: The state has no ``step`` and ``tokens_seen``.
+        """
+        try:
+            step, tokens = int(state["step"]), int(state["tokens_seen"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"expected what Monitor.state_dict returned (step, tokens_seen), got {state!r}") from None
+        if not self._disabled:
+            self.flush()
+            self._assembler.restore(step, tokens)
+            self._live.resumes += 1
+            self.flush()
+
+    # --- what users look at
+
+    @property
+    def url(self) -> str | None:
+        """Address of the page; metrics are at ``/metrics`` below it. None without an endpoint."""
+        return self._endpoint.url if self._endpoint is not None else None
+
+    @property
+    def port(self) -> int | None:
+        """The port that is really served."""
+        return self._endpoint.port if self._endpoint is not None else None
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A prometheus_client registry with the latest values, to mount in an application of your own."""
+        return self._prometheus.registry
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The latest values; None before the first."""
+        return self._prometheus.snapshot
+
+    def _repr_html_(self) -> str:
+        link = f'<p>Live at <a href="{self.url}">{self.url}</a></p>' if self.url and not self._closed else ""
+        return render_fragment(self.snapshot) + link
+
+    def __repr__(self) -> str:
+        return f"<otel_train.Monitor {'closed' if self._closed else f'at {self.url}'}>"
+
+    # --- the end
+
+    def flush(self, timeout_seconds: float = _FLUSH_SECONDS) -> bool:
+        """Wait until every step made so far is published.
+
+        Returns:
+            Whether that came about in time.
+        """
+        if self._disabled or self._attachment is None or self._pid != os.getpid():
+            return True
+        with self._guard.part("loop"):
+            self._attachment.recorder.close_step()
+        return self._worker.flush(timeout_seconds)
+
+    def close(self, linger_seconds: float | None = None) -> None:
+        """End the run: remove the hooks, publish the last values with ``run_active`` 0, stop serving. Twice is harmless.
+
+        Args:
+            linger_seconds: How long to go on serving the last values. Default: if a Prometheus has scraped, until it has scraped
+                once more, at most twice the interval seen; so it stores that the run has ended. Ctrl-C ends the wait.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if self._pid != os.getpid():
+            return
+        self._finish()
+        if self._endpoint is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                if linger_seconds is None:
+                    self._endpoint.wait_for_scrape()
+                else:
+                    threading.Event().wait(min(linger_seconds, threading.TIMEOUT_MAX))
+        self._shut_down()
+
+    def _finish(self) -> None:
+        """Remove the hooks and publish the end."""
+        if self._attachment is not None:
+            with self._guard.part("loop"):
+                self._attachment.recorder.close_step()
+            self._attachment.remove()
+        self._live.active = False
+        self._restore_sigterm()
+        self._worker.flush(_FLUSH_SECONDS)
+
+    def _shut_down(self) -> None:
+        self._worker.stop(_FLUSH_SECONDS)
+        if self._endpoint is not None:
+            self._endpoint.close()
+        for sink in (self._prometheus, *self._sinks):
+            with self._guard.part("export"):
+                sink.close()
+        _open.discard(self)
+
+    def replaced(self) -> None:
+        """Another monitor takes this one's model: end without waiting for a scrape, since the run goes on."""
+        self.close(linger_seconds=0)
+
+    def close_in_child(self) -> None:
+        """In a forked process, let go of what belongs to the training process."""
+        self._closed = True
+        if self._attachment is not None:
+            self._attachment.gate.active = self._attachment.gate.sample = False
+        if self._endpoint is not None:
+            self._endpoint.close_in_child()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _handle_sigterm(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            _LOG.warning("handle_sigterm: attach was not called in the main thread, so SIGTERM is not handled")
+            return
+        self._previous_sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous_sigterm
+        self.close()
+        if callable(previous):
+            previous(number, frame)
+        elif previous is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _restore_sigterm(self) -> None:
+        if self._previous_sigterm is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous_sigterm)
+        self._previous_sigterm = None
+
+
+class TimedLoader(Generic[_Batch]):
+    """A loader whose batches' waits are measured; its other attributes are the loader's own."""
+
+    def __init__(self, loader: Iterable[_Batch], monitor: Monitor) -> None:
+        self._loader, self._monitor = loader, monitor
+
+    def __iter__(self) -> Iterator[_Batch]:
+        iterator = iter(self._loader)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._monitor.waited(time.perf_counter() - began)
+            yield batch
+
+    def __len__(self) -> int:
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"object of type {type(self._loader).__name__!r} has no len()")
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _device_name(device: torch.device) -> tuple[str, str]:
+    """Return a device's name and, where it has one, its UUID."""
+    if device.type in ("cpu", "meta"):
+        return device.type, ""
+    with contextlib.suppress(Exception):
+        properties = torch.get_device_module(device).get_device_properties(device)
+        return str(properties.name), str(getattr(properties, "uuid", ""))
+    return device.type, ""
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """Return the accelerator's memory by metric name; asks the host's allocator, not the device."""
+    if device.type in ("cpu", "meta"):
+        return {}
+    stats = getattr(torch.get_device_module(device), "memory_stats", None)
+    return memory_values(stats(device)) if stats is not None else {}
+
+
+def memory_values(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Pick what is exported out of ``torch.cuda.memory_stats``."""
+    keys = {
+        throughput.MEMORY_ALLOCATED.name: "allocated_bytes.all.current",
+        throughput.MEMORY_RESERVED.name: "reserved_bytes.all.current",
+        throughput.MEMORY_PEAK.name: "allocated_bytes.all.peak",
+        throughput.ALLOCATOR_RETRIES.name: "num_alloc_retries",
+    }
+    return {name: float(stats[key]) for name, key in keys.items() if key in stats}
+
+
+def _model_gone(reference: weakref.ref[Monitor]) -> None:
+    monitor = reference()
+    if monitor is not None:
+        monitor.close(linger_seconds=0)
+
+
+def _close_all() -> None:
+    for monitor in list(_open):
+        monitor.close()
+
+
+def _after_fork_in_child() -> None:
+    for monitor in list(_open):
+        monitor.close_in_child()
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

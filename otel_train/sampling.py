@@ -1,0 +1,148 @@
+"""Which elements of a parameter are read, and the estimator of its update.
+
+A tensor of up to ``WHOLE`` elements is read whole: no error. Of a larger one
+
+* the ``top`` rows with the largest gradient norm are read exactly, if it is an embedding or has very many rows: under SGD, and in
+  embeddings under any optimizer, few rows carry most of the update;
+* of the rest, one *line* (``width`` neighbouring elements, one cache miss) is drawn from each of ``lines`` equal strata.
+
+**Estimator.** Let T be the rows read exactly, and D the drawn lines outside T, out of n drawn of the tensor's L lines. With
+x = (w_after - w_before)^2, or x = w_before^2, or x = 1 where an element changed, summed within a line:
+
+    S = sum over T of x  +  L / n * sum over D of x
+
+The strata have equal sizes and the place in a stratum is uniform, so every line is drawn with the same probability n / L, whatever
+T is: S is unbiased for the sum over the tensor (Horvitz and Thompson, 1952). The update ratio sqrt(S_update / S_weight) is a ratio
+of roots of unbiased sums: it can only be consistent, with a bias of order 1/n. Its standard error is that of the numerator, by the
+delta method and with s^2 the variance of x between the n lines (0 for those in T):
+
+    error(sqrt(S)) / sqrt(S) = 1/2 * L / n * sqrt(n * s^2) / S.
+
+Stratification can only make it smaller. The strata are swept by steps of the golden ratio from sample to sample: each element is
+reached in the end, and an average over samples has no standing bias, which a fixed subset would have (measured: 3.5 % after 36
+samples against 0.2 %). T is chosen by the gradient of this step, before the update is known, so choosing it does not bias S.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+WHOLE = 2048
+"""Tensors of up to so many elements are read whole."""
+_CAP = 16384
+"""Elements drawn of a tensor, at most …"""
+_SHARE = 16
+"""… and at most a 16th of it, but never fewer than WHOLE: small models pay no larger share."""
+_TALL = 4096
+"""From so many rows on, as for every embedding, rows are read exactly."""
+_ROWS, _ROW_SHARE = 256, 32
+"""So many of them, and at most a 32nd of the rows."""
+_LINE = 8
+"""Neighbours in a line."""
+_MAGNITUDES = 4096
+"""Elements for the magnitude histogram, at most."""
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is read of a tensor of one shape."""
+
+    elements: int
+    rows: int
+    """Size of the first dimension; 1 for vectors."""
+    top: int = 0
+    """Rows that are read exactly."""
+    width: int = 1
+    """Neighbours in a line."""
+    lines: int = 0
+    """Lines drawn; 0: the tensor is read whole."""
+    phases: int = 1
+    """The magnitude histogram reads one of so many interleaved parts of the drawn lines."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every element is read."""
+        return self.lines == 0
+
+    @property
+    def columns(self) -> int:
+        """Elements a row."""
+        return self.elements // self.rows
+
+
+def plan(shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = False) -> Plan:
+    """Decide what is read of a tensor.
+
+    Args:
+        shape: Its shape.
+        embedding: Whether few of its rows get a gradient in a step.
+        exact: Read every element whatever the size.
+    """
+    elements = math.prod(shape)
+    rows = shape[0] if len(shape) > 1 and elements else 1
+    if exact or elements <= WHOLE:
+        return Plan(elements, rows)
+    by_rows = len(shape) > 1 and (embedding or rows >= _TALL)
+    top = min(_ROWS, rows // _ROW_SHARE) if by_rows else 0
+    # A row of an embedding moves or does not, so neighbours tell the same: single elements there, lines elsewhere.
+    width = 1 if by_rows else math.gcd(elements, _LINE)
+    budget = max(WHOLE, min(_CAP, elements // _SHARE))
+    phases = max(1, budget // _MAGNITUDES)
+    lines = budget // width // phases * phases
+    return Plan(elements, rows, top, width, lines, phases)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The lines of one plan at one sample."""
+
+    lines: torch.Tensor  # (plan.lines,) int64: index of a line among elements / width
+    magnitude_lines: torch.Tensor  # (plan.lines / plan.phases,) int64
+    line_rows: torch.Tensor | None  # (plan.lines,) int64: row of each line, where rows are read exactly
+
+
+class Sampler:
+    """Draws lines on one device, and goes on to others with each sample.
+
+    It owns its random stream, so the user's does not move; everything stays on the device.
+    """
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        self._wide = wide_dtype(device)
+        # One offset a stratum. fp64, since fp32 cannot number more than 2^24 lines.
+        self._offsets = torch.rand(_CAP, dtype=torch.float64, generator=generator).to(device, self._wide)
+        self._strata = torch.arange(_CAP, dtype=self._wide, device=device)
+        self._phase = 0
+        self._drawn: dict[Plan, Draw] = {}
+
+    def advance(self) -> None:
+        """Go on to the lines of the next sample."""
+        self._offsets.add_(_GOLDEN).frac_()
+        self._phase += 1
+        self._drawn.clear()
+
+    def draw(self, plan: Plan) -> Draw:
+        """Return this sample's lines; tensors of one plan share them."""
+        if plan not in self._drawn:
+            total = plan.elements // plan.width
+            at = (self._offsets[: plan.lines] + self._strata[: plan.lines]) * (total / plan.lines)
+            lines = at.long().clamp_(max=total - 1)
+            part = lines.view(-1, plan.phases)[:, self._phase % plan.phases].contiguous()
+            rows = torch.div(lines, plan.columns, rounding_mode="floor") if plan.top else None
+            self._drawn[plan] = Draw(lines, part, rows)
+        return self._drawn[plan]
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the type for totals: fp64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def work_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type in which a tensor's elements are worked on: fp32, fp64 for fp64."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -1,0 +1,62 @@
+"""Frozen host values at one moment of a run, as sinks take them. Neither a checkpoint nor a memory snapshot. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from otel_train.catalog import MetricSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramValue:
+    """A cumulative histogram at the resolution at which it was counted."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds, ascending, without +Inf."""
+    counts: tuple[int, ...]
+    """Elements in (previous bound, bound], one count a bound and one for what is larger; not cumulated over bounds."""
+    total: float
+    """Sum of the values."""
+
+    def cumulated(self, bounds: tuple[float, ...]) -> tuple[list[tuple[float, int]], int]:
+        """Return (bound, number of elements up to it) for each of `bounds`, and the number of all elements.
+
+        `bounds` must be among the histogram's own, so that nothing has to be divided.
+        """
+        running, upto = 0, {}
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            running += count
+            upto[bound] = running
+        return [(bound, upto[bound]) for bound in bounds], running + self.counts[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of one series."""
+
+    spec: MetricSpec
+    labels: tuple[str, ...]
+    """Values of spec.labels, in their order."""
+    value: float | HistogramValue
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All values of a rank at one moment."""
+
+    base_labels: tuple[tuple[str, str], ...]
+    """Names and values of the labels of every series: run, rank, and the constant labels of the settings."""
+    taken_at: float
+    """Unix time."""
+    samples: tuple[Sample, ...]
+    """In the order of the catalog; the series of one metric stand together."""
+
+    def find(self, spec: MetricSpec, **labels: str) -> list[Sample]:
+        """Return the samples of a metric whose labels have the given values."""
+        wanted = [(spec.labels.index(name), value) for name, value in labels.items()]
+        return [s for s in self.samples if s.spec is spec and all(s.labels[i] == value for i, value in wanted)]
+
+    def value(self, spec: MetricSpec, **labels: str) -> float | None:
+        """Return the one number of a metric with these labels, None where there is none."""
+        found = self.find(spec, **labels)
+        return found[0].value if len(found) == 1 and isinstance(found[0].value, (int, float)) else None

@@ -1,0 +1,112 @@
+"""The monitor's own thread: everything that may wait or take time happens here, not in the training thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Worker(Generic[Item]):
+    """A daemon thread that handles items in order, and ticks after them at most once a period.
+
+    Args:
+        name: The thread's name.
+        handle: Called with each item; must not raise.
+        tick: Called after items, at most once a period, and at every flush; must not raise.
+        period_seconds: The least time between ticks.
+        limit: Items waiting at most; the oldest is dropped for a new one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[Item], None],
+        tick: Callable[[], None],
+        *,
+        period_seconds: float = 1.0,
+        limit: int = 4096,
+    ) -> None:
+        self._handle, self._tick, self._period = handle, tick, period_seconds
+        self._items: deque[Item] = deque()
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._flushes = self._flushed = 0
+        self._stopping = self._woken = False
+        self._ticked_at = 0.0
+        self.dropped = 0
+        self.cpu_seconds = 0.0
+        """Processor time that the thread took."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Hand over an item; never waits for the handling."""
+        with self._changed:
+            if len(self._items) >= self._limit:
+                self._items.popleft()
+                self.dropped += 1
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have a tick come at the next turn, though no item came."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything put so far is handled and ticked; say whether that came about in time."""
+        with self._changed:
+            self._flushes += 1
+            goal = self._flushes
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._flushed >= goal or not self._thread.is_alive(), timeout_seconds)
+            return self._flushed >= goal
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Handle what waits, then end the thread; from within the thread itself it does not wait."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._items or self._woken or self._flushes > self._flushed or self._stopping
+                )
+                items, goal, stopping = list(self._items), self._flushes, self._stopping
+                self._items.clear()
+                self._woken = False
+            for item in items:
+                self._handle(item)
+            asked = goal > self._flushed or stopping
+            if asked or time.monotonic() - self._ticked_at >= self._period:
+                self._ticked_at = time.monotonic()
+                self._tick()
+            with contextlib.suppress(OSError):  # no thread clock on some platforms
+                self.cpu_seconds = time.thread_time()
+            with self._changed:
+                self._flushed = goal
+                self._changed.notify_all()
+                if stopping:
+                    return
+            if not asked:
+                self._pause()
+
+    def _pause(self) -> None:
+        """Let items gather until the next tick is due, so that a fast loop does not wake this thread at every step."""
+        with self._changed:
+            due = self._ticked_at + self._period - time.monotonic()
+            self._changed.wait_for(lambda: self._flushes > self._flushed or self._stopping, max(due, 0.0))
