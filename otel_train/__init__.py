@@ -1,6 +1,6 @@
 """otel-train: see inside a PyTorch training, on a Prometheus endpoint.
 
-    monitor = otel_train.attach(model, optimizer)
+monitor = otel_train.attach(model, optimizer)
 """
 
 from otel_train._version import __version__

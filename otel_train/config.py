@@ -19,7 +19,8 @@ KINDS = ("matrix", "embedding", "norm", "vector")
 """Kinds of layers; vectors (biases) have series only on request."""
 
 _RESERVED_LABELS = frozenset(
-    "run rank layer depth kind param_group site source stage optimizer phase part le job instance".split()
+    ("run", "rank", "layer", "depth", "kind", "param_group", "site", "source", "stage", "optimizer", "phase", "part")
+    + ("le", "job", "instance")
 )
 _NONE_WORDS = ("", "none")
 
@@ -160,7 +161,7 @@ class MonitorConfig:
             self._refuse(name, ", ".join(words[:-1]) + " or " + words[-1])
 
     def _check_kinds(self) -> None:
-        if not isinstance(self.kinds, tuple) or not self.kinds or any(kind not in KINDS for kind in self.kinds):
+        if not self.kinds or any(kind not in KINDS for kind in self.kinds):
             self._refuse("kinds", "one or more of " + ", ".join(repr(kind) for kind in KINDS))
 
     def _check_activations(self) -> None:
@@ -171,7 +172,7 @@ class MonitorConfig:
 
     def _check_labels(self) -> None:
         for name, value in self.labels.items():
-            if not isinstance(name, str) or not naming.is_label_name(name) or not isinstance(value, str):
+            if not (type(name) is type(value) is str and naming.is_label_name(name)):
                 self._refuse("labels", "a mapping of Prometheus label names to strings")
             if name in _RESERVED_LABELS:
                 raise ConfigError(f"labels: {name!r} is a label of otel-train or Prometheus itself; choose another name")

@@ -48,9 +48,7 @@ class _Part:
     def __enter__(self) -> None:
         self._started = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         self._guard.seconds[self._name] += time.perf_counter() - self._started
         if not isinstance(error, Exception):
             return False  # nothing happened, or KeyboardInterrupt, which is the user's

@@ -158,10 +158,11 @@ def _numbered(optimizers: list[Optimizer]) -> dict[str, Optimizer]:
 def _check_sinks(sinks: object) -> list[Sink]:
     if sinks is None:
         return []
-    found = list(sinks) if isinstance(sinks, Iterable) else [sinks]
-    for sink in found:
+    found: list[Sink] = []
+    for sink in sinks if isinstance(sinks, Iterable) else [sinks]:
         if not isinstance(sink, Sink):
             raise ConfigError(f"sinks: expected objects with publish and close, got {type(sink).__name__}")
+        found.append(sink)
     return found
 
 
@@ -177,9 +178,7 @@ class Monitor:
     No method raises into the training, waits for the device, or blocks, except ``flush`` and ``close``, which wait as they say.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: MonitorConfig, sinks: Sequence[Sink]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: MonitorConfig, sinks: Sequence[Sink]) -> None:
         self._config, self._sinks = config, list(sinks)
         self._guard = Guard()
         self._live = LiveState()
@@ -488,9 +487,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def _handle_sigterm(self) -> None:

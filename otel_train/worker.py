@@ -83,9 +83,7 @@ class Worker(Generic[Item]):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._items or self._woken or self._flushes > self._flushed or self._stopping
-                )
+                self._changed.wait_for(lambda: self._items or self._woken or self._flushes > self._flushed or self._stopping)
                 items, goal, stopping = list(self._items), self._flushes, self._stopping
                 self._items.clear()
                 self._woken = False

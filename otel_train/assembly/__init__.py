@@ -211,9 +211,7 @@ class Assembler:
         precision = self._last.precision if self._last else "unknown"
         info = (facts.model, str(facts.world_size), facts.torch_version, facts.version, facts.update_mode, precision)
         yield Sample(run.RUN_INFO, info, 1)
-        yield Sample(
-            run.DEVICE_INFO, (facts.device, facts.device_uuid, str(facts.local_rank), facts.host), 1
-        )
+        yield Sample(run.DEVICE_INFO, (facts.device, facts.device_uuid, str(facts.local_rank), facts.host), 1)
         yield Sample(run.RUN_ACTIVE, (), int(live.active))
         yield Sample(run.PHASE, (live.phase,), 1)
         yield Sample(run.WORLD_SIZE, (), facts.world_size)

@@ -27,12 +27,8 @@ PHASE = gauge(
     note="`train`, or the name given to `Monitor.phase`.",
 )
 WORLD_SIZE = gauge("otel_train.world_size", "Number of ranks.", reduction=Reduction.SAME)
-PLANNED_STEPS = gauge(
-    "otel_train.planned_steps", "Optimizer steps planned in all, where declared.", reduction=Reduction.SAME
-)
-CONFIGURED_WARMUP_STEPS = gauge(
-    "otel_train.configured_warmup_steps", "Warmup steps, where declared.", reduction=Reduction.SAME
-)
+PLANNED_STEPS = gauge("otel_train.planned_steps", "Optimizer steps planned in all, where declared.", reduction=Reduction.SAME)
+CONFIGURED_WARMUP_STEPS = gauge("otel_train.configured_warmup_steps", "Warmup steps, where declared.", reduction=Reduction.SAME)
 STEP = gauge(
     "otel_train.step",
     "Global optimizer step.",

@@ -61,9 +61,7 @@ PEAK_FLOPS = gauge(
     labels=("source",),
     note="`source` is `given` or `table` (dense bf16, no sparsity).",
 )
-MEMORY_ALLOCATED = gauge(
-    "otel_train.memory.allocated", "Accelerator memory held by tensors.", unit="By", note="Accelerators only."
-)
+MEMORY_ALLOCATED = gauge("otel_train.memory.allocated", "Accelerator memory held by tensors.", unit="By", note="Accelerators only.")
 MEMORY_RESERVED = gauge(
     "otel_train.memory.reserved", "Accelerator memory held by the allocator.", unit="By", note="Accelerators only."
 )

@@ -44,9 +44,7 @@ def hook_steps(optimizer: Optimizer, listener: StepListener) -> list[RemovableHa
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
-def _wrap_closure(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], listener: StepListener
-) -> Arguments | None:
+def _wrap_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], listener: StepListener) -> Arguments | None:
     """Return the step's arguments with a closure that tells the listener, None where there is no closure.
 
     torch passes the optimizer itself as the first argument.

@@ -25,9 +25,7 @@ class ShapeGroup:
         measure_updates: Whether the change of the weights is measured.
     """
 
-    def __init__(
-        self, members: Sequence[MonitoredParameter], plan: Plan, sampler: Sampler, *, measure_updates: bool
-    ) -> None:
+    def __init__(self, members: Sequence[MonitoredParameter], plan: Plan, sampler: Sampler, *, measure_updates: bool) -> None:
         self._members, self._plan, self._sampler = members, plan, sampler
         self._measure_updates = measure_updates
         self._counts_magnitudes = any(member.histogram is not None for member in members)

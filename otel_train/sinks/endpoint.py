@@ -187,9 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         if timeout is not None:
             self.server.scraped(began, _seconds(timeout))
 
-    def _reply(
-        self, body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK, encoding: str | None = None
-    ) -> None:
+    def _reply(self, body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK, encoding: str | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from otel_train import naming
 from otel_train.catalog import Instrument, MetricSpec
@@ -50,7 +49,7 @@ def _add_histogram(metric: Metric, spec: MetricSpec, labels: dict[str, str], val
     buckets, count = value.cumulated(spec.bounds)
     name = spec.prometheus_name
     for bound, upto in buckets:
-        metric.add_sample(f"{name}_bucket", {**labels, "le": floatToGoString(bound)}, upto)
+        metric.add_sample(f"{name}_bucket", {**labels, "le": repr(bound)}, upto)
     metric.add_sample(f"{name}_bucket", {**labels, "le": "+Inf"}, count)
     metric.add_sample(f"{name}_count", labels, count)
     metric.add_sample(f"{name}_sum", labels, value.total)

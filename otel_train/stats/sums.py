@@ -78,7 +78,7 @@ def sum_and_square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _in_pieces(elements: torch.Tensor) -> torch.Tensor:
-    pieces = elements.split(_PIECE) if elements.device.type == "cpu" else (elements,)
+    pieces = torch.split(elements, _PIECE) if elements.device.type == "cpu" else (elements,)
     return torch.stack([torch.stack([plain_sum(p), square_sum(p)]) for p in pieces]).sum(0)
 
 

@@ -88,7 +88,7 @@ def transformer_shape(model: nn.Module) -> TransformerShape | None:
     projections of which two, keys and values, have equal shapes and none is wider than the query's (d to a, a to d).
     Mixtures of experts are not counted: which experts a token meets cannot be seen in shapes.
     """
-    widths = [width for module in model.modules() if (width := _attention_width(module))]
+    widths = [width for module in model.modules() if (width := _attention_width(module)) > 0]
     if not widths or _has_experts(model):
         return None
     return TransformerShape(sum(p.numel() for p in _matmul_parameters(model)), sum(widths))
@@ -117,7 +117,7 @@ def _projection(module: nn.Module) -> tuple[int, int] | None:
 def _attention_width(module: nn.Module) -> int:
     if isinstance(module, nn.MultiheadAttention):
         return int(module.embed_dim)
-    shapes = [shape for child in module.children() if (shape := _projection(child))]
+    shapes = [shape for child in module.children() if (shape := _projection(child)) is not None]
     fused = [i for i, o in shapes if o == 3 * i and (i, i) in shapes]
     return fused[0] if fused else _separate_width(shapes)
 
@@ -144,7 +144,7 @@ def _matmul_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
         if isinstance(module, nn.MultiheadAttention):
             parts = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
             matrices = [p for p in parts if isinstance(p, nn.Parameter)]
-        elif _projection(module):
+        elif _projection(module) is not None:
             matrices = [p for p in (module.weight,) if isinstance(p, nn.Parameter)]
         for parameter in matrices:
             if id(parameter) not in seen:

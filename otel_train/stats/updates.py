@@ -70,10 +70,10 @@ class SampledReader:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], plan: Plan) -> None:
-        new = {"dtype": work_dtype(weights[0]), "device": weights[0].device}
         self._plan = plan
-        self._lines = [torch.empty(len(weights), plan.lines, plan.width, **new) for _ in range(2)]
-        self._rows = [torch.empty(len(weights), plan.top, plan.columns, **new) for _ in range(2)]
+        count, like = len(weights), torch.empty(0, dtype=work_dtype(weights[0]), device=weights[0].device)
+        self._lines = [like.new_empty(count, plan.lines, plan.width) for _ in range(2)]  # before and after
+        self._rows = [like.new_empty(count, plan.top, plan.columns) for _ in range(2)]
         self._top: torch.Tensor | None = None  # (n, top) int64
         self._outside: torch.Tensor | None = None  # (n, lines): 1 where a line is in no row that is read exactly
 
