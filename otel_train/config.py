@@ -18,10 +18,10 @@ from otel_train.errors import ConfigError
 KINDS = ("matrix", "embedding", "norm", "vector")
 """Kinds of layers; vectors (biases) have series only on request."""
 
-_RESERVED_LABELS = frozenset(
-    ("run", "rank", "layer", "depth", "kind", "param_group", "site", "source", "stage", "optimizer", "phase", "part")
-    + ("le", "job", "instance")
-)
+_RESERVED_LABELS = frozenset({
+    "depth", "instance", "job", "kind", "layer", "le", "optimizer", "param_group", "part", "phase", "rank", "run", "site", "source",
+    "stage",
+})  # fmt: skip
 _NONE_WORDS = ("", "none")
 
 
@@ -54,9 +54,9 @@ def _optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text.strip().lower() in _NONE_WORDS else parse(text)
 
 
-def _setting(default: Any, parse: Callable[[str], Any], *also: str) -> Any:
-    """Declare a setting: its default, how its environment variable is read, and other variables that set it too."""
-    return field(default=default, metadata={"parse": parse, "also": also})
+def _reads(parse: Callable[[str], Any], *also: str) -> dict[str, Any]:
+    """Say how a setting's environment variable is read, and which other variables set it too."""
+    return {"parse": parse, "also": also}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +70,42 @@ class MonitorConfig:
         ConfigError: A value is not what the field expects.
     """
 
-    run: str | None = _setting(None, _optional(str))
+    run: str | None = field(default=None, metadata=_reads(_optional(str)))
     """Name of the run, the label ``run``. Default: Slurm's job id, torchelastic's run id, else made up."""
-    every_n_steps: int = _setting(10, int)
+    every_n_steps: int = field(default=10, metadata=_reads(int))
     """Steps between samples. The first step is sampled too."""
-    host: str = _setting("localhost", str, "OTEL_EXPORTER_PROMETHEUS_HOST")
+    host: str = field(default="localhost", metadata=_reads(str, "OTEL_EXPORTER_PROMETHEUS_HOST"))
     """Address that the endpoint listens on; loopback by default. IPv6 addresses without brackets."""
-    port: int | None = _setting(9464, _optional(int), "OTEL_EXPORTER_PROMETHEUS_PORT")
-    """Port of the endpoint; a rank takes port + local rank, a taken port falls back to a free one. 0: any free; None: no endpoint."""
-    layers: Literal["module", "block", "parameter"] | Callable[[str], str | None] = _setting("module", str)
-    """What a layer is: a module, a block of the model, a parameter, or what a callable makes of a parameter's name (None: leave out)."""
-    max_layers: int = _setting(512, int)
+    port: int | None = field(default=9464, metadata=_reads(_optional(int), "OTEL_EXPORTER_PROMETHEUS_PORT"))
+    """Port of the endpoint, plus the local rank; a taken port falls back to a free one. 0: any free one; None: no endpoint."""
+    layers: Literal["module", "block", "parameter"] | Callable[[str], str | None] = field(default="module", metadata=_reads(str))
+    """What a layer is: a module, a block, a parameter, or what a callable makes of a parameter's name (None: leave it out)."""
+    max_layers: int = field(default=512, metadata=_reads(int))
     """Most layers with series of their own: above it norms are dropped first, then layers merge to blocks."""
-    kinds: tuple[str, ...] = _setting(("matrix", "embedding", "norm"), _words)
+    kinds: tuple[str, ...] = field(default=("matrix", "embedding", "norm"), metadata=_reads(_words))
     """Kinds of parameters with series: matrix, embedding, norm, vector."""
-    activations: bool | tuple[str, ...] = _setting(True, _activations)
+    activations: bool | tuple[str, ...] = field(default=True, metadata=_reads(_activations))
     """True: every activation module; False: none; patterns (``blocks.*.act``): the modules whose path matches."""
-    histograms: Literal["block", "layer", "off"] = _setting("block", str)
+    histograms: Literal["block", "layer", "off"] = field(default="block", metadata=_reads(str))
     """Gradient magnitude histograms: one a block, one a layer, or none."""
-    updates: Literal["sampled", "exact", "off"] = _setting("sampled", str)
+    updates: Literal["sampled", "exact", "off"] = field(default="sampled", metadata=_reads(str))
     """How the change of the weights is measured: on samples, on every element (one copy of the weights), or not."""
-    planned_steps: int | None = _setting(None, _optional(int))
+    planned_steps: int | None = field(default=None, metadata=_reads(_optional(int)))
     """Optimizer steps that the run is planned for."""
-    warmup_steps: int | None = _setting(None, _optional(int))
+    warmup_steps: int | None = field(default=None, metadata=_reads(_optional(int)))
     """Steps of the learning rate's warmup."""
-    flops_per_token: float | None = _setting(None, _optional(float))
+    flops_per_token: float | None = field(default=None, metadata=_reads(_optional(float)))
     """FLOPs that training needs for a token, for models whose FLOPs cannot be derived from their shapes."""
-    peak_flops: float | None = _setting(None, _optional(float))
+    peak_flops: float | None = field(default=None, metadata=_reads(_optional(float)))
     """Peak FLOP/s of the device, for devices that the table does not know."""
-    labels: Mapping[str, str] = _setting(None, _pairs)
+    labels: Mapping[str, str] = field(default_factory=dict, metadata=_reads(_pairs))
     """Constant labels of every series, such as a team."""
-    handle_sigterm: bool = _setting(False, _boolean)
+    handle_sigterm: bool = field(default=False, metadata=_reads(_boolean))
     """End the run as inactive on SIGTERM, then go on to whatever handled the signal before."""
 
     def __post_init__(self) -> None:
         """Check every value; each message says what was expected and what came."""
-        object.__setattr__(self, "labels", dict(self.labels or {}))
+        object.__setattr__(self, "labels", dict(self.labels))
         for name in ("kinds", "activations"):
             value = getattr(self, name)
             if isinstance(value, str):  # one pattern, or one kind, without the parentheses

@@ -86,7 +86,7 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
             f"expected a model with trainable parameters, got {type(model).__name__} with none; "
             "attach after the model is built, and before it is frozen"
         )
-    modules = _activation_modules(model, strip, config.activations)
+    modules = _activation_modules(model, strip, wanted=config.activations)
     rule = _layer_rule(config.layers)
     if all(rule(parameter) is None for parameter in found):
         raise AttachError(f"layers: the callable returned None for every parameter; it is given names like {found[0].name!r}")
@@ -95,7 +95,7 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
     sites = [(block_of(name) if by_block else name, name, module) for name, module in modules]
     depths = _depths(model, strip, found, rule, {name: layer for layer, name, _ in sites})
     return LayerMap(
-        tuple(_monitored(f, rule, kinds, groups, config, depths) for f in found),
+        tuple(_monitored(f, rule, kinds, groups=groups, config=config, depths=depths) for f in found),
         tuple(
             ActivationSite(module, layer, depths[layer], _flat_outside(module), isinstance(module, _RECTIFYING))
             for layer, _, module in sites
@@ -204,6 +204,7 @@ def _monitored(
     found: _Found,
     rule: _Rule,
     kinds: tuple[str, ...],
+    *,
     groups: Mapping[int, str],
     config: MonitorConfig,
     depths: Mapping[str, int],
@@ -248,7 +249,7 @@ def _depths(
 
 
 def _activation_modules(
-    model: nn.Module, strip: Callable[[str], str], wanted: bool | tuple[str, ...]
+    model: nn.Module, strip: Callable[[str], str], *, wanted: bool | tuple[str, ...]
 ) -> list[tuple[str, nn.Module]]:
     named = [(strip(name), module) for name, module in model.named_modules() if name]
     if wanted is False:

@@ -19,6 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Self  # torch depends on it
 
 from otel_train import config as configuration
 from otel_train._version import __version__
@@ -202,7 +203,7 @@ class Monitor:
         facts = self._facts(model, rank, device)
         self._assembler = Assembler(facts, self._flops_per_token(model))
         # first what can refuse, then what must be undone
-        self._attachment = Attachment(model, optimizers, config, self._guard, self._worker.put, self._worker.put)
+        self._attachment = Attachment(model, optimizers, config, guard=self._guard, emit=self._worker.put, cover=self._worker.put)
         self._start(model, rank)
 
     def _start(self, model: nn.Module, rank: Rank) -> None:
@@ -484,7 +485,7 @@ class Monitor:
         if self._endpoint is not None:
             self._endpoint.close_in_child()
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from otel_train.assembly.layer import gradient_norm, samples_of
-from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec
-from otel_train.catalog import gradients, loss, monitor, run, throughput
+from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
 from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, ParameterReading, StepRecord
 from otel_train.snapshot import HistogramValue, Sample, Snapshot

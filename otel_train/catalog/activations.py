@@ -39,5 +39,5 @@ LAYER_ACTIVATION_SATURATED_RATIO = gauge(
     "Share of elements in the flat part of the activation.",
     labels=SITE_LABELS,
     reduction=Reduction.MEAN,
-    note="`post` only, and only for activations that saturate: |tanh| > 0.97, sigmoid outside 0.03 to 0.97, hard ones at their ends.",
+    note="`post` only, and only for activations that saturate: |tanh| > 0.97, sigmoid outside 0.03 to 0.97, hard ones at ends.",
 )

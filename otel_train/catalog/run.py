@@ -7,7 +7,7 @@ RUN_INFO = gauge(
     "What runs; always 1.",
     labels=("model", "world_size", "torch_version", "version", "update_mode", "precision"),
     reduction=Reduction.SAME,
-    note="`update_mode` is `sampled`, `exact` or `off`; `precision` the parameters' type, and the autocast type where one was seen.",
+    note="`update_mode` is `sampled`, `exact` or `off`; `precision` the parameters' type, and autocast's where it was seen.",
 )
 DEVICE_INFO = gauge(
     "otel_train.device_info",

@@ -38,8 +38,8 @@ MODEL_FLOPS = counter(
     "otel_train.model_flops",
     "FLOPs that the model's training needs, recomputation not counted.",
     reduction=Reduction.SUM,
-    note="6 a parameter used in a matrix product and token, and 12 x attention width x sequence length a token and attention layer, "
-    "no causal halving; or `flops_per_token`.",
+    note="A token needs 6 for each parameter in a matrix product, and 12 x attention width x sequence length for each attention "
+    "layer (no causal halving); or `flops_per_token`.",
     source="PaLM, arXiv:2204.02311, appendix B; torchtitan's num_flops_per_token.",
 )
 TOKENS_PER_SECOND = gauge(

@@ -41,7 +41,8 @@ class SpikeDetector:
 def schedule_phase(step: int, warmup_steps: int | None, planned_steps: int | None) -> str:
     """Return the phase of the schedule: ``warmup``, ``peak`` or ``main``.
 
-    The peak is a tenth of the planned run after the warmup, or as long as the warmup where no length is planned. Instability at the end of the warmup is a sign of its own (BLOOM: glitches "very closely to the moment where LR warmup stopped").
+    The peak is a tenth of the planned run after the warmup, or as long as the warmup where no length is planned. Instability there
+    is a sign of its own (BLOOM: glitches "very closely to the moment where LR warmup stopped").
     """
     if not warmup_steps:
         return "main"

@@ -44,6 +44,7 @@ class Attachment:
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
         config: MonitorConfig,
+        *,
         guard: Guard,
         emit: Callable[[Step], None],
         cover: Callable[[Coverage], None],

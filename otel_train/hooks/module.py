@@ -52,6 +52,7 @@ class RootPreHook(_Hook):
         self._gate, self._begin = gate, begin
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take part before the module's forward."""
         training = module.training and torch.is_grad_enabled() and not self._gate.paused
         if training and not torch.compiler.is_compiling():
             self._begin(module, args, kwargs)
@@ -65,6 +66,7 @@ class RootHook(_Hook):
         self._gate, self._end = gate, end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Take part after the module's forward."""
         del module, args, output
         self._gate.active = False
         if not torch.compiler.is_compiling():
@@ -154,6 +156,7 @@ class SitePreHook(_SiteHook):
     """Sees the input, before an in-place activation overwrites it."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take part before the module's forward."""
         del module
         if self._gate.active:
             self._see(args)
@@ -163,6 +166,7 @@ class SitePostHook(_SiteHook):
     """Sees the output."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Take part after the module's forward."""
         del module, args
         if self._gate.active:
             self._see(output)

@@ -1,8 +1,8 @@
 """The training thread's side of a monitor: follows the loop's events and hands each step to the monitor's own thread.
 
 A step is closed when the next training forward begins, so that ``observe`` may be called before or after ``optimizer.step``. Where
-the forward cannot be seen (whole-model compile, a loop that calls a submodule), the next step of an optimizer that has stepped in it
-already closes it.
+the forward cannot be seen (whole-model compile, a loop that calls a submodule), the next step of an optimizer that has stepped in
+it already closes it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from typing import Any
 
 from otel_train.sinks.page import render_page
@@ -70,7 +71,7 @@ class Endpoint:
             if not self._scrapes:
                 return False
             begins = [began for began, _ in self._scrapes]
-            gaps = [b - a for a, b in zip(begins, begins[1:], strict=False)]
+            gaps = [b - a for a, b in pairwise(begins)]
             interval = max(gaps[-3:], default=self._scrapes[-1][1])
             deadline = begins[-1] + 2 * interval - now
             return self._scraped.wait_for(lambda: self._scrapes[-1][0] >= now, max(deadline, 0.0))
@@ -176,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reply(b"Not found. There are /, /metrics and /-/healthy.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815  # http.server looks for this name
 
     def _metrics(self) -> None:
         began = time.monotonic()

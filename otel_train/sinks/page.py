@@ -8,12 +8,15 @@ from datetime import datetime, timezone
 from html import escape
 
 from otel_train.catalog import gradients, loss, parameters, run, throughput, updates
-from otel_train.catalog.updates import TOLERATED_LOG10, USUAL_LOG10
+from otel_train.catalog.updates import USUAL_LOG10
+from otel_train.detect.update_ratio import band, log10, median_log10_ratio
 from otel_train.snapshot import Snapshot
 
 _REFRESH_SECONDS = 5
 _SCALE = (-6.0, -1.0)
 """The log10 update ratios that a bar spans."""
+
+_NONE = "none"
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#d9dee6;--good:#2e8b57;--fair:#c9860a;--poor:#c0392b}
@@ -51,7 +54,8 @@ def render_fragment(snapshot: Snapshot | None) -> str:
     base = dict(snapshot.base_labels)
     state = "training" if snapshot.value(run.RUN_ACTIVE) else "ended"
     return (
-        f'<style>{_STYLE}</style><div class="ot"><h1>{escape(base["run"])} <small>rank {escape(base["rank"])} · {state}</small></h1>'
+        f'<style>{_STYLE}</style><div class="ot">'
+        f"<h1>{escape(base['run'])} <small>rank {escape(base['rank'])} · {state}</small></h1>"
         f"<dl>{''.join(_facts(snapshot))}</dl>{_layer_table(snapshot)}"
         '<p class="soft"><a href="/metrics">/metrics</a> · <a href="/-/healthy">/-/healthy</a> · '
         f"{datetime.fromtimestamp(snapshot.taken_at, timezone.utc):%Y-%m-%d %H:%M:%S} UTC</p></div>"
@@ -64,7 +68,7 @@ def _facts(snapshot: Snapshot) -> Iterator[str]:
     yield _fact("loss", number(snapshot.value(loss.LOSS)))
     rates = sorted({float(s.value) for s in snapshot.find(run.LEARNING_RATE) if isinstance(s.value, (int, float))})
     ends = [rates[0], rates[-1]] if len(rates) > 1 else rates
-    yield _fact("learning rate", " to ".join(map(number, ends)) or "–")
+    yield _fact("learning rate", " to ".join(map(number, ends)) or _NONE)
     for stage, words in (("pre_clip", "gradient norm before clipping"), ("post_clip", "gradient norm")):
         value = snapshot.value(gradients.GRAD_NORM, stage=stage)
         if value is not None:
@@ -108,7 +112,7 @@ def _layer_rows(snapshot: Snapshot) -> Iterator[str]:
         log = log10(values.get(updates.LAYER_UPDATE_RATIO.name))
         yield (
             f'<tr><td>{escape(layer)}</td><td class="soft">{escape(kind)}</td><td class="n">{grad}</td><td class="n">{weight}</td>'
-            f'<td class="n">{"–" if log is None else f"{log:.2f}"}</td><td class="bar">{_bar(log)}</td></tr>'
+            f'<td class="n">{_NONE if log is None else f"{log:.2f}"}</td><td class="bar">{_bar(log)}</td></tr>'
         )
 
 
@@ -127,30 +131,6 @@ def _percent(log: float) -> float:
     return 100 * min(max((log - low) / (high - low), 0.01), 1.0)
 
 
-def band(log: float) -> str:
-    """Return ``good`` for a usual log10 update ratio, ``fair`` within a decade of 1e-3, else ``poor``."""
-    if USUAL_LOG10[0] <= log <= USUAL_LOG10[1]:
-        return "good"
-    return "fair" if TOLERATED_LOG10[0] <= log <= TOLERATED_LOG10[1] else "poor"
-
-
-def log10(ratio: float | None) -> float | None:
-    """Return the logarithm of a ratio; -inf for 0, NaN for NaN, None for None."""
-    if ratio is None:
-        return None
-    return math.log10(ratio) if ratio > 0 else (-math.inf if ratio == 0 else math.nan)
-
-
-def median_log10_ratio(snapshot: Snapshot) -> float | None:
-    """Return the median over the matrices' update ratios, as log10; over all layers where there is no matrix."""
-    samples = snapshot.find(updates.LAYER_UPDATE_RATIO, kind="matrix") or snapshot.find(updates.LAYER_UPDATE_RATIO)
-    logs = sorted(log for s in samples if isinstance(s.value, float) and (log := log10(s.value)) is not None and log == log)
-    if not logs:
-        return None
-    middle = len(logs) // 2
-    return logs[middle] if len(logs) % 2 else (logs[middle - 1] + logs[middle]) / 2
-
-
 def number(value: float | None) -> str:
     """Write a number for a person: four digits."""
-    return "–" if value is None else f"{value:.4g}"
+    return _NONE if value is None else f"{value:.4g}"

@@ -54,7 +54,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def _has_word(name: str, word: str) -> bool:
-    """Say whether a word stands in a name with no letter or digit at its ends: ``l4`` is no ``l40``, ``a100`` is in ``A100-SXM4``."""
+    """Say whether a word stands in a name without a letter or digit at its ends: ``a100`` in ``A100-SXM4``, not ``l4`` in ``L40``."""
     at = name.find(word)
     while at >= 0:
         before, after = name[at - 1 : at], name[at + len(word) : at + len(word) + 1]
@@ -140,13 +140,12 @@ def _matmul_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
     """Yield the matrices of linear layers once, an embedding only where a linear layer shares it."""
     seen: set[int] = set()
     for module in model.modules():
-        matrices = []
+        names: tuple[str, ...] = ()
         if isinstance(module, nn.MultiheadAttention):
-            parts = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            matrices = [p for p in parts if isinstance(p, nn.Parameter)]
+            names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
         elif _projection(module) is not None:
-            matrices = [p for p in (module.weight,) if isinstance(p, nn.Parameter)]
-        for parameter in matrices:
-            if id(parameter) not in seen:
+            names = ("weight",)
+        for parameter in (getattr(module, name, None) for name in names):
+            if isinstance(parameter, nn.Parameter) and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter

@@ -1,0 +1,37 @@
+"""Text from the catalog: every file that repeats it is written here, committed, and compared in CI."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from otel_train.generate.reference import render_reference
+
+ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType({"dashboards/METRICS.md": render_reference})
+"""Path in the repository to what renders it; rendering is deterministic."""
+
+
+def write(root: Path) -> list[str]:
+    """Write the files that differ, and return their paths."""
+    changed = [path for path, render in ARTIFACTS.items() if _read(root / path) != render()]
+    for path in changed:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(ARTIFACTS[path](), encoding="utf-8")
+    return changed
+
+
+def check(root: Path) -> list[str]:
+    """Return a unified diff of every file that differs from what the catalog says; empty where none does."""
+    differences = []
+    for path, render in ARTIFACTS.items():
+        found, expected = _read(root / path), render()
+        if found != expected:
+            lines = difflib.unified_diff(found.splitlines(), expected.splitlines(), path, f"{path} (generated)", lineterm="")
+            differences.append("\n".join(lines) + "\nrun: otel-train generate")
+    return differences
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
