@@ -1,0 +1,57 @@
+"""Rules of the architecture that import contracts cannot say."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "otel_train"
+HOST_READS = {"item", "tolist", "cpu", "numpy", "bincount", "masked_select", "nonzero"}
+DEVICE_ARM = sorted(
+    path
+    for pattern in ("stats/*.py", "hooks/*.py", "sampling.py", "layers.py", "monitor.py", "detect/*.py", "assembly/*.py")
+    for path in PACKAGE.glob(pattern)
+)
+
+
+def host_reads(source: str) -> list[str]:
+    """Return calls of methods that make the host wait for the device."""
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [f"{ast.unparse(f)} (line {f.lineno})" for f in calls if isinstance(f, ast.Attribute) and f.attr in HOST_READS]
+
+
+@pytest.mark.parametrize("path", DEVICE_ARM, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_readout_reads_device_values(path: Path) -> None:
+    """A host read in the training thread waits for the device."""
+    assert host_reads(path.read_text()) == []
+
+
+def test_a_planted_host_read_is_found() -> None:
+    """The check above can fail."""
+    assert host_reads("def f(x):\n    return x.sum().item()") == ["x.sum().item (line 2)"]
+    assert host_reads((PACKAGE / "readout.py").read_text()) != []
+
+
+def test_functions_and_files_stay_short() -> None:
+    """Functions under 60 lines, files under 600: past that a newcomer cannot hold them."""
+    long_functions, long_files = [], []
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text()
+        if source.count("\n") > 600:
+            long_files.append(path.name)
+        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        long_functions += [f"{path.name}:{f.name}" for f in functions if (f.end_lineno or 0) - f.lineno > 60]
+    assert long_functions == []
+    assert long_files == []
+
+
+def test_every_metric_of_the_catalog_has_a_producer() -> None:
+    """Each spec is named by the code that makes its samples."""
+    from otel_train.catalog import FAMILIES
+    from otel_train.catalog.spec import MetricSpec
+
+    source = "\n".join(path.read_text() for path in sorted((PACKAGE / "assembly").glob("*.py")))
+    names = [name for family in FAMILIES for name, value in vars(family).items() if isinstance(value, MetricSpec)]
+    assert [name for name in names if f".{name}" not in source] == []
