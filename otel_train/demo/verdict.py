@@ -6,7 +6,7 @@ import math
 
 from otel_train.catalog import loss, monitor, run, throughput
 from otel_train.catalog.updates import USUAL_LOG10
-from otel_train.detect.update_ratio import layer_log10_ratios, median_log10_ratio
+from otel_train.detect.update_ratio import BANDED_KINDS, layer_log10_ratios, median_log10_ratio
 from otel_train.snapshot import HistogramValue, Snapshot
 
 _LISTED = 3
@@ -38,7 +38,7 @@ def _updates(snapshot: Snapshot) -> list[str]:
         return ["No update was measured."]
     low, high = USUAL_LOG10
     where = "within" if low <= median <= high else ("below" if median < low else "above")
-    logs = {key: log for key, log in layer_log10_ratios(snapshot).items() if not math.isnan(log)}
+    logs = {key: log for key, log in layer_log10_ratios(snapshot).items() if key[1] in BANDED_KINDS and not math.isnan(log)}
     ordered = sorted(logs, key=lambda key: logs[key])
     listed = min(_LISTED, len(ordered) // 2)
     lines = [f"Median log10 update ratio {median:.2f} at the end of the schedule: {where} the usual {low:g} to {high:g}."]

@@ -10,6 +10,10 @@ from otel_train.catalog.updates import TOLERATED_LOG10, USUAL_LOG10
 from otel_train.snapshot import Snapshot
 
 
+BANDED_KINDS = ("matrix", "embedding")
+"""Kinds of layers whose update ratio is judged by the usual band."""
+
+
 def log10(ratio: float | None) -> float | None:
     """Return the logarithm of a ratio; -inf for 0, NaN for NaN, None for None."""
     if ratio is None:
@@ -19,8 +23,13 @@ def log10(ratio: float | None) -> float | None:
     return -math.inf if ratio == 0 else math.nan
 
 
-def band(log: float) -> str:
-    """Return ``good`` for a usual log10 update ratio, ``fair`` within a decade of 1e-3, else ``poor``."""
+def band(log: float, kind: str) -> str:
+    """Return ``good`` for a usual log10 update ratio, ``fair`` within a decade of 1e-3, else ``poor``.
+
+    The band is one of weight matrices and embeddings; gains and biases, which start at 1 and 0, have none: ``plain``.
+    """
+    if kind not in BANDED_KINDS:
+        return "plain"
     if USUAL_LOG10[0] <= log <= USUAL_LOG10[1]:
         return "good"
     return "fair" if TOLERATED_LOG10[0] <= log <= TOLERATED_LOG10[1] else "poor"

@@ -31,7 +31,7 @@ _STYLE = """
 .ot .track{position:relative;height:.8rem;background:var(--line);border-radius:2px}
 .ot .track i{position:absolute;left:0;top:0;bottom:0;border-radius:2px}
 .ot .track b{position:absolute;top:0;bottom:0;background:currentColor;opacity:.14}
-.ot .good{background:var(--good)}.ot .fair{background:var(--fair)}.ot .poor{background:var(--poor)}
+.ot .good{background:var(--good)}.ot .fair{background:var(--fair)}.ot .poor{background:var(--poor)}.ot .plain{background:var(--soft)}
 """
 
 
@@ -112,17 +112,17 @@ def _layer_rows(snapshot: Snapshot) -> Iterator[str]:
         log = log10(values.get(updates.LAYER_UPDATE_RATIO.name))
         yield (
             f'<tr><td>{escape(layer)}</td><td class="soft">{escape(kind)}</td><td class="n">{grad}</td><td class="n">{weight}</td>'
-            f'<td class="n">{_NONE if log is None else f"{log:.2f}"}</td><td class="bar">{_bar(log)}</td></tr>'
+            f'<td class="n">{_NONE if log is None else f"{log:.2f}"}</td><td class="bar">{_bar(log, kind)}</td></tr>'
         )
 
 
-def _bar(log: float | None) -> str:
+def _bar(log: float | None, kind: str) -> str:
     if log is None or math.isnan(log):
         return ""
     low, high = (_percent(value) for value in USUAL_LOG10)
     return (
         f'<div class="track"><b style="left:{low:.1f}%;width:{high - low:.1f}%"></b>'
-        f'<i class="{band(log)}" style="width:{_percent(log):.1f}%"></i></div>'
+        f'<i class="{band(log, kind)}" style="width:{_percent(log):.1f}%"></i></div>'
     )
 
 

@@ -54,7 +54,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def _has_word(name: str, word: str) -> bool:
-    """Say whether a word stands in a name without a letter or digit at its ends: ``a100`` in ``A100-SXM4``, not ``l4`` in ``L40``."""
+    """Say whether a word stands in a name with no letter or digit at its ends: ``a100`` in ``A100-SXM4``, not ``l4`` in ``L40``."""
     at = name.find(word)
     while at >= 0:
         before, after = name[at - 1 : at], name[at + len(word) : at + len(word) + 1]
