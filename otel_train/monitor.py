@@ -83,14 +83,10 @@ def attach(
     _check_model(model)
     optimizers = _named_optimizers(model, optimizer)
     extra = _check_sinks(sinks)
-    root = _unwrap(model)
-    old = _monitors.get(root)
-    if old is not None:
-        if chosen.port and old.port is not None and chosen.port == old.asked_port:
-            chosen = configuration.make_config(chosen, {"port": old.port})
-        old.replaced()
     monitor = Monitor(model, optimizers, chosen, extra)
-    _monitors[root] = monitor
+    old = _monitors.get(_unwrap(model))
+    _monitors[_unwrap(model)] = monitor
+    monitor.start(old)
     return monitor
 
 
@@ -105,6 +101,12 @@ def _check_model(model: object) -> None:
         raise AttachError(
             "expected a model that lives on one device, got nn.DataParallel, whose replicas hooks cannot see; "
             "use DistributedDataParallel, or attach to model.module without it"
+        )
+    sharded = [name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"]
+    if sharded or type(model).__name__ == "FullyShardedDataParallel":
+        raise AttachError(
+            f"expected parameters that are whole on each rank, got sharded ones ({sharded[0] if sharded else 'FSDP'}); "
+            "this version would export a shard's values as the layer's, so it exports none"
         )
 
 
@@ -188,7 +190,6 @@ class Monitor:
         self._closing = threading.Lock()
         self._phases = {"train"}
         self._pid = os.getpid()
-        self.asked_port = config.port
         self._prometheus = PrometheusSink()
         self._endpoint: Endpoint | None = None
         self._model = weakref.ref(model)
@@ -202,13 +203,20 @@ class Monitor:
         self._device = device
         facts = self._facts(model, rank, device)
         self._assembler = Assembler(facts, self._flops_per_token(model))
-        # first what can refuse, then what must be undone
+        self._rank = rank
         self._attachment = Attachment(model, optimizers, config, guard=self._guard, emit=self._worker.put, cover=self._worker.put)
-        self._start(model, rank)
 
-    def _start(self, model: nn.Module, rank: Rank) -> None:
+    def start(self, old: Monitor | None) -> None:
+        """Start the thread and the endpoint; the model's monitor until now ends, and its port is taken over."""
+        port = self.asked_port
+        if old is not None:
+            port = old.port if old.asked_port == port and old.port is not None else port
+            old.close(linger_seconds=0)  # no scrape is waited for: the training goes on
+        model = self._model()
+        if self._disabled or model is None:
+            return
         self._worker.start()
-        self._listen(rank)
+        self._listen(port)
         _open.add(self)
         weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
         if self._config.handle_sigterm:
@@ -252,10 +260,14 @@ class Monitor:
             _LOG.info("MFU is not exported: the peak FLOP/s of this device are unknown; give peak_flops to have it")
         return lambda length: None if length is None else shape.flops_per_token(length)
 
-    def _listen(self, rank: Rank) -> None:
-        if self._config.port is None:
+    @property
+    def asked_port(self) -> int | None:
+        """The port that was asked for, which a taken port may have kept from being served; 0 for any free one."""
+        return self._config.port + self._rank.local_rank if self._config.port and not self._disabled else self._config.port
+
+    def _listen(self, port: int | None) -> None:
+        if port is None:
             return
-        port = self._config.port + rank.local_rank if self._config.port else 0
         try:
             self._endpoint = Endpoint(
                 self._prometheus, self._config.host, port, lambda error: self._guard.failed("endpoint", error)
@@ -472,10 +484,6 @@ class Monitor:
             with self._guard.part("export"):
                 sink.close()
         _open.discard(self)
-
-    def replaced(self) -> None:
-        """Another monitor takes this one's model: end without waiting for a scrape, since the run goes on."""
-        self.close(linger_seconds=0)
 
     def close_in_child(self) -> None:
         """In a forked process, let go of what belongs to the training process."""

@@ -9,7 +9,6 @@ from otel_train.catalog import updates
 from otel_train.catalog.updates import TOLERATED_LOG10, USUAL_LOG10
 from otel_train.snapshot import Snapshot
 
-
 BANDED_KINDS = ("matrix", "embedding")
 """Kinds of layers whose update ratio is judged by the usual band."""
 

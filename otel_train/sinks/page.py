@@ -31,7 +31,8 @@ _STYLE = """
 .ot .track{position:relative;height:.8rem;background:var(--line);border-radius:2px}
 .ot .track i{position:absolute;left:0;top:0;bottom:0;border-radius:2px}
 .ot .track b{position:absolute;top:0;bottom:0;background:currentColor;opacity:.14}
-.ot .good{background:var(--good)}.ot .fair{background:var(--fair)}.ot .poor{background:var(--poor)}.ot .plain{background:var(--soft)}
+.ot .good{background:var(--good)}.ot .fair{background:var(--fair)}.ot .poor{background:var(--poor)}
+.ot .plain{background:var(--soft)}
 """
 
 
