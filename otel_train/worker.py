@@ -13,13 +13,15 @@ Item = TypeVar("Item")
 
 
 class Worker(Generic[Item]):
-    """A daemon thread that handles items in order, and ticks after them at most once a period.
+    """A daemon thread that handles items in order, in batches, with a tick after each batch.
+
+    Batches come at most once a period, so that a fast loop does not wake the thread at every step; a flush does not wait for that.
 
     Args:
         name: The thread's name.
         handle: Called with each item; must not raise.
-        tick: Called after items, at most once a period, and at every flush; must not raise.
-        period_seconds: The least time between ticks.
+        tick: Called after each batch, and at every flush; must not raise.
+        period_seconds: The least time between batches.
         limit: Items waiting at most; the oldest is dropped for a new one.
     """
 
@@ -38,7 +40,6 @@ class Worker(Generic[Item]):
         self._changed = threading.Condition()
         self._flushes = self._flushed = 0
         self._stopping = self._woken = False
-        self._ticked_at = 0.0
         self.dropped = 0
         self.cpu_seconds = 0.0
         """Processor time that the thread took."""
@@ -89,10 +90,7 @@ class Worker(Generic[Item]):
                 self._woken = False
             for item in items:
                 self._handle(item)
-            asked = goal > self._flushed or stopping
-            if asked or time.monotonic() - self._ticked_at >= self._period:
-                self._ticked_at = time.monotonic()
-                self._tick()
+            self._tick()
             with contextlib.suppress(OSError):  # no thread clock on some platforms
                 self.cpu_seconds = time.thread_time()
             with self._changed:
@@ -100,11 +98,4 @@ class Worker(Generic[Item]):
                 self._changed.notify_all()
                 if stopping:
                     return
-            if not asked:
-                self._pause()
-
-    def _pause(self) -> None:
-        """Let items gather until the next tick is due, so that a fast loop does not wake this thread at every step."""
-        with self._changed:
-            due = self._ticked_at + self._period - time.monotonic()
-            self._changed.wait_for(lambda: self._flushes > self._flushed or self._stopping, max(due, 0.0))
+                self._changed.wait_for(lambda: self._flushes > self._flushed or self._stopping, self._period)

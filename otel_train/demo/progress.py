@@ -38,14 +38,14 @@ def make_progress(steps: int) -> Progress:
     return _Lines(steps)
 
 
-def describe(snapshot: Snapshot | None) -> str:
-    """Say loss, learning rate and median log10 update ratio."""
+def describe(snapshot: Snapshot | None, ratio: str = "median log10 update ratio") -> str:
+    """Say loss, learning rate and median log10 update ratio, which is called as `ratio` says."""
     if snapshot is None:
         return ""
     value, median = snapshot.value(loss.LOSS), median_log10_ratio(snapshot)
     rates = [s.value for s in snapshot.find(run.LEARNING_RATE) if isinstance(s.value, (int, float))]
     parts = [f"loss {value:.3f}" if value is not None else "", f"lr {max(rates):.2e}" if rates else ""]
-    parts.append(f"median log10 update ratio {median:.2f}" if median is not None else "")
+    parts.append(f"{ratio} {median:.2f}" if median is not None else "")
     return "  ".join(part for part in parts if part)
 
 
@@ -69,9 +69,10 @@ class _Bar:
         from rich import progress  # noqa: PLC0415  # an extra, and only where there is a terminal
 
         self._progress: Any = progress.Progress(
-            progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            progress.BarColumn(bar_width=24),
-            progress.TimeRemainingColumn(),
+            # 80 columns hold it all
+            progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            progress.BarColumn(bar_width=12),
+            progress.TimeRemainingColumn(compact=True),
             progress.TextColumn("{task.description}"),
         )
         self._task = self._progress.add_task("", total=steps)
@@ -84,4 +85,4 @@ class _Bar:
         self._progress.stop()
 
     def show(self, step: int, snapshot: Snapshot | None) -> None:
-        self._progress.update(self._task, completed=step, description=describe(snapshot))
+        self._progress.update(self._task, completed=step, description=describe(snapshot, "log10 ratio"))

@@ -95,7 +95,7 @@ class SiteMeter:
         rows = stats.sample_rows(activation, self._offsets)
         sums, peak = stats.row_sums(rows, self._flat_outside)
         self._sums.add_(sums)
-        torch.maximum(self._peak, peak.to(self._peak.dtype), out=self._peak)
+        self._peak.copy_(torch.maximum(self._peak, peak.to(self._peak.dtype)))
         # Under compile the buffers for units would have to be made inside the graph.
         if self._rectifying and not torch.compiler.is_compiling():
             self._add_units(rows)

@@ -103,7 +103,9 @@ class ParameterMeter:
 
     def _group(self, members: list[MonitoredParameter]) -> ShapeGroup:
         first = members[0].tensor
-        sampler = self._samplers.setdefault(first.device, Sampler(first.device))
+        if first.device not in self._samplers:
+            self._samplers[first.device] = Sampler(first.device)
+        sampler = self._samplers[first.device]
         shape = (*first.shape, 2) if first.is_complex() else first.shape
         chosen = plan(shape, embedding=members[0].kind == "embedding", exact=self._updates == "exact")
         return ShapeGroup(members, chosen, sampler, measure_updates=self._updates != "off")

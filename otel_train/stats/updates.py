@@ -81,8 +81,9 @@ class SampledReader:
         """Choose the rows to read exactly, by the norm of this step's gradient."""
         if draw.line_rows is None:
             return
-        rows = torch.stack([_rows(g, self._plan) for g in gradients])
-        norms = torch.linalg.vector_norm(rows, dim=2, dtype=work_dtype(gradients[0])).nan_to_num_(nan=math.inf)
+        work = work_dtype(gradients[0])
+        norms = torch.stack([torch.linalg.vector_norm(_rows(g, self._plan), dim=1, dtype=work) for g in gradients])
+        norms.nan_to_num_(nan=math.inf)
         self._top = norms.topk(self._plan.top, dim=1, sorted=False).indices
         mask = torch.ones(norms.shape, dtype=self._lines[0].dtype, device=norms.device).scatter_(1, self._top, 0.0)
         self._outside = mask.index_select(1, draw.line_rows)
@@ -133,4 +134,5 @@ def estimate_sampled(plan: Plan, sums: Sequence[float]) -> UpdateEstimate:
     update = row_squared + factor * squared
     variance = factor**2 * max(fourth - squared**2 / plan.lines, 0.0)
     error = 0.5 * math.sqrt(variance) / update if update > 0 else 0.0
-    return UpdateEstimate(update, row_weight + factor * weight, row_changed + factor * changed, error)
+    # the drawn lines outside of the rows can stand for a few elements too many
+    return UpdateEstimate(update, row_weight + factor * weight, min(row_changed + factor * changed, plan.elements), error)
