@@ -91,7 +91,7 @@ def plan(shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = 
     # A row of an embedding moves or does not, so neighbours tell the same: single elements there, lines elsewhere.
     width = 1 if by_rows else math.gcd(elements, _LINE)
     budget = max(WHOLE, min(_CAP, elements // _SHARE))
-    phases = max(1, budget // _MAGNITUDES)
+    phases = -(-budget // _MAGNITUDES)
     lines = budget // width // phases * phases
     return Plan(elements, rows, top, width, lines, phases)
 

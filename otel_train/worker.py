@@ -40,6 +40,7 @@ class Worker(Generic[Item]):
         self._changed = threading.Condition()
         self._flushes = self._flushed = 0
         self._stopping = self._woken = False
+        self._ended = True  # there is no thread to wait for
         self.dropped = 0
         self.cpu_seconds = 0.0
         """Processor time that the thread took."""
@@ -47,6 +48,7 @@ class Worker(Generic[Item]):
 
     def start(self) -> None:
         """Start the thread."""
+        self._ended = False
         self._thread.start()
 
     def put(self, item: Item) -> None:
@@ -70,7 +72,7 @@ class Worker(Generic[Item]):
             self._flushes += 1
             goal = self._flushes
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._flushed >= goal or not self._thread.is_alive(), timeout_seconds)
+            self._changed.wait_for(lambda: self._flushed >= goal or self._ended, timeout_seconds)
             return self._flushed >= goal
 
     def stop(self, timeout_seconds: float) -> None:
@@ -97,5 +99,6 @@ class Worker(Generic[Item]):
                 self._flushed = goal
                 self._changed.notify_all()
                 if stopping:
+                    self._ended = True
                     return
                 self._changed.wait_for(lambda: self._flushes > self._flushed or self._stopping, self._period)

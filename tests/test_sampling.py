@@ -10,7 +10,14 @@ import torch
 from otel_train.sampling import WHOLE, Draw, Plan, Sampler, plan, wide_dtype, work_dtype
 
 CPU = torch.device("cpu")
-SAMPLED = [((64, 40), False), ((300, 400), False), ((20_000,), False), ((131, 257), False), ((6000, 32), True), ((64, 3, 5, 7), False)]
+SAMPLED = [
+    ((64, 40), False),
+    ((300, 400), False),
+    ((20_000,), False),
+    ((131, 257), False),
+    ((6000, 32), True),
+    ((64, 3, 5, 7), False),
+]
 sampled = pytest.mark.parametrize(("shape", "embedding"), SAMPLED, ids=str)
 
 
@@ -31,7 +38,9 @@ def test_exact_reads_everything(*, embedding: bool) -> None:
     assert plan((50_000, 768), embedding=embedding, exact=True).whole
 
 
-@pytest.mark.parametrize("shape", [(WHOLE + 1,), (64, 33), (300, 400), (4096, 4096), (50_257, 768), (131, 257), (7, 11, 13, 17)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(WHOLE + 1,), (64, 33), (300, 400), (4096, 4096), (50_257, 768), (131, 257), (7, 11, 13, 17)], ids=str
+)
 @pytest.mark.parametrize("embedding", [False, True])
 def test_a_plan_reads_a_bounded_share(shape: tuple[int, ...], *, embedding: bool) -> None:
     """At least about WHOLE elements, at most a 16th and 16,384; lines fit, and are shared out among the phases."""

@@ -90,7 +90,8 @@ def _layer_gauges(layer: Layer, members: list[ParameterReading]) -> Iterator[Sam
     if ratio is not None:
         yield Sample(updates.LAYER_UPDATE_RATIO, labels, ratio)
     if elements and all(s.changed is not None for s in sums):
-        yield Sample(updates.LAYER_CHANGED_RATIO, labels, sum(s.changed or 0.0 for s in sums) / elements)
+        # sampled elements can stand for a few too many
+        yield Sample(updates.LAYER_CHANGED_RATIO, labels, min(sum(s.changed or 0.0 for s in sums) / elements, 1.0))
 
 
 def _relative_speeds(ratios: Mapping[Layer, float]) -> Iterator[Sample]:

@@ -27,7 +27,7 @@ def sample_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
     """
     if activation.dim() in (4, 5):
         return _sample_positions(activation.flatten(2), offsets)
-    rows = activation.reshape(-1, activation.shape[-1]) if activation.dim() else activation.reshape(1, 1)
+    rows = activation.flatten(0, -2) if activation.dim() > 1 else activation.reshape(1, -1)
     if rows.shape[0] <= ROWS:
         return rows
     return rows.index_select(0, _strata(rows.shape[0], ROWS, offsets))
@@ -35,14 +35,14 @@ def sample_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
 
 def _sample_positions(images: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Pick (image, position) pairs of (batch, units, positions): images in strata, and a few positions of each."""
-    batch, units, positions = images.shape
+    batch, _, positions = images.shape
     picked = min(batch, ROWS)
     if batch > ROWS:
         images = images.index_select(0, _strata(batch, picked, offsets))
-    each = min(positions, -(-ROWS // max(picked, 1)))
+    each = min(positions, max(1, ROWS // max(picked, 1)))
     if positions > each:
         images = images.index_select(2, _strata(positions, each, offsets.flip(0)))
-    return images.transpose(1, 2).reshape(-1, units)
+    return images.transpose(1, 2).flatten(0, 1)
 
 
 def _strata(size: int, picked: int, offsets: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def _has_experts(model: nn.Module) -> bool:
     """Say whether the model looks like a mixture of experts: by name, or by matrices stacked in one parameter."""
     for name, module in model.named_modules():
         own = module.parameters(recurse=False)
-        stacked = any(p.dim() == 3 and p.shape[0] > 1 for p in own) and "conv" not in type(module).__name__.lower()
+        stacked = any(p.dim() == 3 and min(p.shape) > 1 for p in own) and "conv" not in type(module).__name__.lower()
         if stacked or "expert" in name.lower():
             return True
     return False
@@ -117,6 +117,8 @@ def _projection(module: nn.Module) -> tuple[int, int] | None:
 def _attention_width(module: nn.Module) -> int:
     if isinstance(module, nn.MultiheadAttention):
         return int(module.embed_dim)
+    if isinstance(module, (nn.Sequential, nn.ModuleList)):
+        return 0  # a chain of layers, not projections of one input
     shapes = [shape for child in module.children() if (shape := _projection(child)) is not None]
     fused = [i for i, o in shapes if o == 3 * i and (i, i) in shapes]
     return fused[0] if fused else _separate_width(shapes)

@@ -1,0 +1,240 @@
+"""Gradients' norm, mean, deviation and magnitudes against plain fp64 arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from otel_train.records import MAGNITUDE_EXPONENTS
+from otel_train.sampling import Sampler, plan
+from otel_train.stats import gradients, sums
+from tests.stats.test_sums import (
+    FAKE_DEVICE,
+    LARGE,
+    Problem,
+    dtypes,
+    naive_squares,
+    naive_sum,
+    numbers,
+    problems,
+    rms,
+    same,
+    small_problems,
+)
+
+
+def _naive_deviation(values: list[float]) -> float:
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+def _naive_bin(value: float) -> int | None:
+    """Go through the bins one by one: the first one whose upper bound is not below the value."""
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
+        return len(MAGNITUDE_EXPONENTS)
+    mantissa, exponent = math.frexp(abs(value))  # 0.5 <= mantissa < 1
+    ceiling = exponent - 1 if mantissa == 0.5 else exponent
+    for i, bound in enumerate(MAGNITUDE_EXPONENTS):
+        if value == 0 or ceiling <= bound:
+            return i
+    return len(MAGNITUDE_EXPONENTS)
+
+
+def _naive_magnitudes(values: list[float]) -> tuple[list[float], float]:
+    counts = [0.0] * (len(MAGNITUDE_EXPONENTS) + 1)
+    for value in values:
+        at = _naive_bin(value)
+        if at is not None:
+            counts[at] += 1
+    return counts, math.fsum(abs(v) for v in values if math.isfinite(v))
+
+
+@problems
+@dtypes
+def test_norm_mean_and_deviation_are_those_of_plain_arithmetic(problem: Problem, dtype: torch.dtype) -> None:
+    """1e-5 for norm and deviation, 1e-6 of the root mean square for the mean."""
+    tensor = problem.make(dtype)
+    values = numbers(tensor)
+    total, squared = sums.sum_and_square_sum([tensor])[0].tolist()
+    norm, mean, deviation = gradients.norm_mean_std(len(values), total, squared)
+    if not values:
+        assert norm == 0
+        assert math.isnan(mean)
+        assert math.isnan(deviation)
+        return
+    assert same(norm, math.sqrt(naive_squares(values)), 1e-5)
+    assert same(mean, naive_sum(values) / len(values), 0.0, 1e-6 * rms(values))
+    if "constant" in problem.name:
+        return  # below: a deviation of 0 has no relative error
+    assert same(deviation, _naive_deviation(values), 1e-5, 1e-6 * rms(values))
+
+
+@dtypes
+@pytest.mark.parametrize("value", [0.0, 0.1, -1.9, 1 / 3, 300.0, 2.0**-20])
+@pytest.mark.parametrize("elements", [1, 2, 1000, sums.STACK])
+def test_a_constant_gradient_has_no_deviation(elements: int, value: float, dtype: torch.dtype) -> None:
+    """A small tensor of equal elements has a deviation of 0, to 1e-6 of the elements."""
+    tensor = torch.full((elements,), value).to(dtype)
+    total, squared = sums.sum_and_square_sum([tensor])[0].tolist()
+    _, mean, deviation = gradients.norm_mean_std(elements, total, squared)
+    assert 0 <= deviation <= 1e-6 * abs(value)
+    assert same(mean, tensor[0].item(), 1e-12)
+
+
+@pytest.mark.parametrize("value", [0.1, -1.9, 1 / 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_large_constant_gradient_has_next_to_no_deviation(value: float, dtype: torch.dtype) -> None:
+    """Above STACK the docstring promises to lose only what is below some 5e-4 of the mean; allowed here: 1e-3."""
+    tensor = torch.full((sums.STACK + 1,), value).to(dtype)
+    total, squared = sums.sum_and_square_sum([tensor])[0].tolist()
+    _, _, deviation = gradients.norm_mean_std(tensor.numel(), total, squared)
+    assert 0 <= deviation <= 1e-3 * abs(value)
+
+
+@dtypes
+def test_three_million_gradients_have_the_deviation_of_plain_arithmetic(dtype: torch.dtype) -> None:
+    """Large tensors: norm and deviation to 1e-5, mean to 1e-6 of the root mean square."""
+    tensor = (torch.randn(LARGE) * 1e-3).to(dtype)
+    wide = tensor.double()
+    total, squared = sums.sum_and_square_sum([tensor])[0].tolist()
+    norm, mean, deviation = gradients.norm_mean_std(LARGE, total, squared)
+    assert same(norm, wide.norm().item(), 1e-5)
+    assert same(mean, wide.mean().item(), 0.0, 1e-6 * wide.square().mean().sqrt().item())
+    assert same(deviation, wide.std(correction=0).item(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("total", "squared", "expected"),
+    [
+        (math.nan, math.nan, (math.nan, math.nan, math.nan)),
+        (math.inf, math.inf, (math.inf, math.inf, math.nan)),
+        (-math.inf, math.inf, (math.inf, -math.inf, math.nan)),
+        (math.nan, math.inf, (math.inf, math.nan, math.nan)),
+        (6.0, 12.0, (math.sqrt(12.0), 2.0, 0.0)),
+        (6.0, 11.999999999, (math.sqrt(11.999999999), 2.0, 0.0)),
+        (0.0, 12.0, (math.sqrt(12.0), 0.0, 2.0)),
+    ],
+)
+def test_sums_of_any_kind_turn_into_values(total: float, squared: float, expected: tuple[float, float, float]) -> None:
+    """NaN stays NaN, and a variance rounded below 0 is 0."""
+    found = gradients.norm_mean_std(3, total, squared)
+    assert all(same(f, e, 1e-12) for f, e in zip(found, expected, strict=True)), found
+
+
+@small_problems
+@dtypes
+def test_magnitudes_are_counted_as_a_plain_loop_does(problem: Problem, dtype: torch.dtype) -> None:
+    """Every element of a small tensor is in its bin."""
+    tensors = [problem.make(dtype) for _ in range(2)]
+    samples = gradients.magnitude_samples(tensors, plan(tensors[0].shape, embedding=False, exact=True), None)
+    found = gradients.magnitudes(samples)
+    assert found.shape == (2, gradients.BINS + 1)
+    assert found.dtype is torch.float64
+    for tensor, (*counts, absolute) in zip(tensors, found.tolist(), strict=True):
+        expected, total = _naive_magnitudes(numbers(tensor.float()))
+        assert counts == expected
+        assert same(absolute, total, 1e-9)
+
+
+def test_bins_include_their_upper_bound_and_not_their_lower() -> None:
+    """Exact powers of two, and the floats next to them, of every exponent that fp32 has."""
+    powers = torch.cat([torch.tensor([2.0**e]) for e in range(-149, 128)])
+    values = torch.cat([powers, -powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(math.inf))])
+    counts = gradients.magnitudes(values.view(-1, 1))[:, : gradients.BINS]
+    assert counts.sum(1).eq(1).all()
+    for value, at in zip(values.tolist(), counts.argmax(1).tolist(), strict=True):
+        assert at == _naive_bin(value), value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, 0),
+        (-0.0, 0),
+        (2.0**-149, 0),
+        (1e-40, 0),
+        (2.0**-46, 0),
+        (1.0000002 * 2.0**-46, 1),
+        (1.0, 46),
+        (1.5, 47),
+        (2.0, 47),
+        (2.0**16, 62),
+        (65537.0, 63),
+        (3.4e38, 63),
+        (math.inf, 63),
+        (-math.inf, 63),
+        (math.nan, None),
+        (-math.nan, None),
+    ],
+)
+def test_an_element_is_in_the_bin_of_its_power_of_two(value: float, expected: int | None) -> None:
+    """The table of the edges, written out."""
+    counts = gradients.magnitudes(torch.tensor([[value]]))[0, : gradients.BINS].tolist()
+    assert counts == [1.0 if i == expected else 0.0 for i in range(len(MAGNITUDE_EXPONENTS) + 1)]
+
+
+def test_magnitudes_of_no_elements_are_zeros() -> None:
+    """Empty tensors have empty bins and a sum of 0."""
+    assert not gradients.magnitudes(torch.empty(3, 0)).any()
+
+
+def test_the_sum_of_magnitudes_is_of_finite_elements_only() -> None:
+    """NaN and Inf do not spoil it."""
+    found = gradients.magnitudes(torch.tensor([[1.5, -2.5, math.nan, math.inf, -math.inf]]))
+    assert found[0, gradients.BINS].item() == 4.0
+
+
+def test_noncontiguous_samples_are_counted_alike() -> None:
+    """A view is counted as its copy is."""
+    samples = torch.randn(40, 6).t()
+    assert torch.equal(gradients.magnitudes(samples), gradients.magnitudes(samples.clone(memory_format=torch.contiguous_format)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shape", "embedding"), [((300, 400), False), ((20_000,), False), ((6000, 32), True), ((33, 127), False)])
+def test_sampled_magnitudes_are_elements_of_the_drawn_lines(shape: tuple[int, ...], dtype: torch.dtype, *, embedding: bool) -> None:
+    """The histogram's samples are the neighbours at the drawn places, in fp32."""
+    chosen = plan(shape, embedding=embedding)
+    draw = Sampler(torch.device("cpu")).draw(chosen)
+    tensors = [torch.randn(shape).to(dtype) for _ in range(2)]
+    found = gradients.magnitude_samples(tensors, chosen, draw)
+    assert found.dtype is torch.float32
+    assert found.shape[0] == 2
+    for tensor, row in zip(tensors, found.tolist(), strict=True):
+        values = numbers(tensor)
+        expected = [values[line * chosen.width + i] for line in draw.magnitude_lines.tolist() for i in range(chosen.width)]
+        assert row == expected
+
+
+def test_the_sampled_histogram_is_that_of_all_elements_on_average() -> None:
+    """Over many samples every bin's share comes near the true one."""
+    chosen = plan((200, 300), embedding=False)
+    tensor = torch.randn(200, 300)
+    truth, _ = _naive_magnitudes(numbers(tensor))
+    sampler = Sampler(torch.device("cpu"))
+    counts = torch.zeros(gradients.BINS + 1, dtype=torch.float64)
+    for _ in range(60):
+        counts += gradients.magnitudes(gradients.magnitude_samples([tensor], chosen, sampler.draw(chosen)))[0]
+        sampler.advance()
+    shares = (counts[: gradients.BINS] / counts[: gradients.BINS].sum()).tolist()
+    for share, true in zip(shares, truth, strict=True):
+        assert abs(share - true / tensor.numel()) < 0.005
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (7,), (400, 300)])
+def test_magnitudes_read_nothing_on_the_host(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """On tensors without values everything runs: nothing waits for the device."""
+    with FakeTensorMode():
+        chosen = plan(shape, embedding=False)
+        tensors = [torch.empty(shape, dtype=dtype, device=FAKE_DEVICE)]
+        sampler = Sampler(torch.device(FAKE_DEVICE))
+        samples = gradients.magnitude_samples(tensors, chosen, None if chosen.whole else sampler.draw(chosen))
+        assert gradients.magnitudes(samples).shape == (1, gradients.BINS + 1)
