@@ -1,0 +1,386 @@
+"""Activations: what the sampled rows show, against naive values from hooks of the test's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from otel_train.catalog import MetricSpec, activations as act, loss as loss_catalog
+from otel_train.hooks.module import DEAD_ROWS
+from otel_train.snapshot import Snapshot
+from otel_train.stats.activations import ROWS
+from otel_train.testing import capture
+from tests import problems
+from tests.problems import ConvNet, Gpt, Mlp
+
+
+class Watch:
+    """Clones what goes into and out of a module, call by call, in fp64."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.pre: list[torch.Tensor] = []
+        self.post: list[torch.Tensor] = []
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module
+        self.pre.append(args[0].detach().double().clone())
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        del module, args
+        self.post.append(output.detach().double().clone())
+
+    def elements(self, site: str) -> torch.Tensor:
+        """Return all elements of a site, flat."""
+        return torch.cat([tensor.reshape(-1) for tensor in getattr(self, site)])
+
+    def clear(self) -> None:
+        """Forget."""
+        self.pre, self.post = [], []
+
+
+def check(snapshot: Snapshot, layer: str, watch: Watch) -> None:
+    """Compare both sites of a layer with naive values."""
+    for site in ("pre", "post"):
+        x = watch.elements(site)
+        expected = {
+            act.LAYER_ACTIVATION_MEAN: x.mean(),
+            act.LAYER_ACTIVATION_STD: x.std(correction=0),
+            act.LAYER_ACTIVATION_ABSMAX: x.abs().max(),
+            act.LAYER_ACTIVATION_ZERO_RATIO: (x == 0).double().mean(),
+        }
+        scale = x.square().mean().sqrt().item()
+        for spec, value in expected.items():
+            assert snapshot.value(spec, layer=layer, site=site) == pytest.approx(value.item(), rel=1e-6, abs=1e-9 * scale), spec.name
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, batch: int = ROWS) -> None:
+    """Make a step on vectors."""
+    optimizer.zero_grad()
+    problems.vector_loss(model, step, batch=batch).backward()  # type: ignore[no-untyped-call]  # torch's
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the plainest optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_small_batches_are_read_whole_and_equal_naive_values() -> None:
+    """Mean, std, absmax and zeros of both sites of both activations, for each step alone."""
+    model = Mlp()
+    relu, tanh = Watch(model.act), Watch(model.tanh)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(3):
+            relu.clear()
+            tanh.clear()
+            train_step(model, optimizer, step)
+            snapshot = problems.seen(monitor, sink)
+            check(snapshot, "act", relu)
+            check(snapshot, "tanh", tanh)
+    assert 0.2 < (snapshot.value(act.LAYER_ACTIVATION_ZERO_RATIO, layer="act", site="post") or 0) < 0.8
+
+
+def test_micro_batches_are_added_up() -> None:
+    """Two forwards before a step: both are in the step's values."""
+    model = Mlp(hidden=32)
+    watch = Watch(model.act)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for micro in range(2):
+            problems.vector_loss(model, micro, batch=16 + micro).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        check(problems.seen(monitor, sink), "act", watch)
+    assert len(watch.post) == 2
+
+
+def test_large_batches_are_sampled_and_close() -> None:
+    """Above ROWS rows a part is read: the mean is within four standard errors of the whole, the maximum a lower bound."""
+    model = Gpt(width=32)
+    watch = Watch(model.blocks[0].act)  # type: ignore[arg-type]  # a module
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        problems.text_loss(model, problems.byte_ids(), 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    rows = watch.pre[0].flatten(0, -2)
+    assert len(rows) > ROWS
+    found = snapshot.value(act.LAYER_ACTIVATION_MEAN, layer="blocks.0.act", site="pre")
+    error = rows.mean(1).std().item() / ROWS**0.5
+    assert found == pytest.approx(rows.mean().item(), abs=4 * error)
+    assert found != pytest.approx(rows.mean().item(), rel=1e-9)
+    peak = snapshot.value(act.LAYER_ACTIVATION_ABSMAX, layer="blocks.0.act", site="pre")
+    assert peak is not None
+    assert 0 < peak <= rows.abs().max().item()
+
+
+def test_images_are_read_by_positions() -> None:
+    """A convolution's units are its channels; with few enough positions all of them are read."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 10))
+    watch = Watch(model[1])
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        problems.image_loss(model, 0, batch=2).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        check(problems.seen(monitor, sink), "1", watch)
+    assert watch.post[0].shape == (2, 8, 3, 3)
+
+
+def test_a_convolutional_network_has_all_sites() -> None:
+    """Each of three ReLUs shows its input and its output."""
+    model = ConvNet()
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        problems.image_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        found = problems.seen(monitor, sink).find(act.LAYER_ACTIVATION_MEAN)
+    assert {(s.labels[0], s.labels[2]) for s in found} == {(f"act{i}", site) for i in (1, 2, 3) for site in ("pre", "post")}
+
+
+def test_the_input_of_an_in_place_activation_is_seen_before_it_is_overwritten() -> None:
+    """nn.ReLU(inplace=True) writes over its input: `pre` still has its negative values."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(inplace=True), nn.Linear(32, 10))
+    watch = Watch(model[1])
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        train_step(model, optimizer, 0)
+        snapshot = problems.seen(monitor, sink)
+        check(snapshot, "1", watch)
+    assert (snapshot.value(act.LAYER_ACTIVATION_ZERO_RATIO, layer="1", site="pre") or 0) < 0.01
+    assert (snapshot.value(act.LAYER_ACTIVATION_ZERO_RATIO, layer="1", site="post") or 0) > 0.2
+
+
+class Twice(nn.Module):
+    """Uses one activation module at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(64, 32), nn.Linear(32, 10), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, 64) to logits."""
+        logits: torch.Tensor = self.act(self.second(self.act(self.first(x))))
+        return logits
+
+
+def test_a_module_called_twice_shows_both_calls() -> None:
+    """Two calls of different shapes in one forward add up."""
+    model = Twice()
+    watch = Watch(model.act)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        train_step(model, optimizer, 0)
+        check(problems.seen(monitor, sink), "act", watch)
+    assert [tuple(x.shape) for x in watch.post] == [(ROWS, 32), (ROWS, 10)]
+
+
+@pytest.mark.parametrize(
+    ("module", "low", "high"),
+    [(nn.Tanh(), -0.97, 0.97), (nn.Sigmoid(), 0.03, 0.97), (nn.Hardtanh(), -1.0, 1.0), (nn.ReLU6(), -1.0, 6.0)],
+    ids=["tanh", "sigmoid", "hardtanh", "relu6"],
+)
+def test_the_saturated_ratio_is_the_share_in_the_flat_part(module: nn.Module, low: float, high: float) -> None:
+    """Of the output of activations that saturate, and only there."""
+    first = nn.Linear(64, 32)
+    nn.init.normal_(first.weight, std=0.5)
+    model = nn.Sequential(first, module, nn.Linear(32, 10), nn.GELU())
+    watch = Watch(model[1])
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        train_step(model, optimizer, 0)
+        snapshot = problems.seen(monitor, sink)
+    x = watch.elements("post")
+    expected = ((x <= low) | (x >= high)).double().mean().item()
+    assert 0.01 < expected < 0.99
+    found = snapshot.find(act.LAYER_ACTIVATION_SATURATED_RATIO)
+    assert [(s.labels[0], s.labels[2]) for s in found] == [("1", "post")]
+    assert found[0].value == pytest.approx(expected, rel=1e-9)
+
+
+def test_dead_units_are_found_after_enough_rows_and_not_before() -> None:
+    """Three of 32 ReLUs have a bias that no input can overcome; DEAD_ROWS rows must have been seen to say so."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    with torch.no_grad():
+        model[0].bias[:3] = -1000.0
+    watch = Watch(model[1])
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(DEAD_ROWS // ROWS):
+            assert not problems.seen(monitor, sink).find(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO)
+            train_step(model, optimizer, step)
+        snapshot = problems.seen(monitor, sink)
+    naive = (torch.cat(watch.post) > 0).any(0).logical_not().double().mean().item()
+    assert naive == 3 / 32
+    (sample,) = snapshot.find(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO)
+    assert (sample.labels[0], sample.labels[2], sample.value) == ("1", "post", 3 / 32)
+
+
+def test_a_unit_that_comes_back_to_life_is_not_dead_for_ever() -> None:
+    """The window moves on: after 1,024 further rows at most, a revived unit is alive."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    with torch.no_grad():
+        model[0].bias[:3] = -1000.0
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(DEAD_ROWS // ROWS):
+            train_step(model, optimizer, step)
+        assert problems.seen(monitor, sink).value(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO) == 3 / 32
+        with torch.no_grad():
+            model[0].bias[:3] = 0.0
+        train_step(model, optimizer, 99)
+        assert problems.seen(monitor, sink).value(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO) == 0
+        with torch.no_grad():
+            model[0].bias[:5] = -1000.0
+        for step in range(2 * DEAD_ROWS // ROWS + 1):
+            train_step(model, optimizer, step)
+        assert problems.seen(monitor, sink).value(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO) == 5 / 32
+
+
+def test_passes_in_eval_mode_and_without_gradients_are_not_counted() -> None:
+    """Only the training forward is in the values, whatever runs around it."""
+    model = Mlp(hidden=32)
+    watch = Watch(model.act)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(2):
+            model.eval()
+            model(100 * torch.randn(8, 64))
+            model.train()
+            with torch.no_grad():
+                model(100 * torch.randn(8, 64))
+            with monitor.phase("eval"):
+                model(100 * torch.randn(8, 64))
+            model.act(100 * torch.randn(8, 32))
+            watch.clear()
+            train_step(model, optimizer, step)
+            check(problems.seen(monitor, sink), "act", watch)
+    assert len(watch.post) == 1
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its middle in backward."""
+
+    def __init__(self, *, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 32), nn.ReLU()), nn.Linear(32, 10)
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, 64) to logits."""
+        hidden = self.first(x)
+        if self._reentrant is None:
+            hidden = self.middle(hidden)
+        else:
+            hidden = checkpoint(self.middle, hidden, use_reentrant=self._reentrant)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "not_reentrant", "reentrant"])
+def test_recomputation_under_activation_checkpointing_counts_once(*, reentrant: bool | None) -> None:
+    """One infinite element a step is one non-finite activation at each site, and rows that were recomputed are no new rows."""
+    model = Checkpointed(reentrant=reentrant)
+    watch = Watch(model.middle[1])
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(DEAD_ROWS // ROWS):
+            # rows counted twice would show dead units after half of these steps
+            assert not problems.seen(monitor, sink).find(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO)
+            train_step(model, optimizer, step)
+        snapshot = problems.seen(monitor, sink)
+        assert len(snapshot.find(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO)) == 1
+        assert len(watch.pre) == DEAD_ROWS // ROWS * (1 if reentrant is None else 2)
+        with torch.no_grad():
+            model.middle[0].bias[0] = torch.inf
+        train_step(model, optimizer, 0)
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(loss_catalog.NONFINITE, source="activation") == 2 * ROWS
+    assert snapshot.value(loss_catalog.LAYER_NONFINITE, layer="middle.1", source="activation") == 2 * ROWS
+
+
+def test_activations_under_bf16_autocast_are_those_that_the_module_saw() -> None:
+    """What autocast rounds is what is measured; sums are fp64 all the same."""
+    model = Mlp(hidden=64)
+    watch = Watch(model.tanh)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = problems.vector_loss(model, 0)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        check(problems.seen(monitor, sink), "tanh", watch)
+    assert torch.equal(watch.post[0], watch.post[0].bfloat16().double())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layers"),
+    [(True, {"act", "tanh"}), (False, set()), ("ta*", {"tanh"}), (("act", "second"), {"act", "second"})],
+    ids=["all", "none", "pattern", "any_module"],
+)
+def test_the_activations_setting_chooses_the_modules(wanted: object, layers: set[str]) -> None:
+    """True, False, one pattern, or several, which need not name activation modules."""
+    model = Mlp(hidden=16)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1, activations=wanted) as (monitor, sink):
+        train_step(model, optimizer, 0)
+        found = problems.seen(monitor, sink).find(act.LAYER_ACTIVATION_MEAN)
+    assert {s.labels[0] for s in found} == layers
+    assert len(found) == 2 * len(layers)
+
+
+SPECS: tuple[MetricSpec, ...] = (act.LAYER_ACTIVATION_MEAN, act.LAYER_ACTIVATION_STD, act.LAYER_ACTIVATION_ABSMAX)
+
+
+def test_a_layer_that_did_not_run_has_no_series() -> None:
+    """A branch that the sampled forward left out shows nothing, rather than what it showed before."""
+
+    class Branching(Mlp):
+        uses_tanh = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.second(self.act(self.first(x)))
+            logits: torch.Tensor = self.last(self.tanh(hidden) if self.uses_tanh else hidden)
+            return logits
+
+    model = Branching(hidden=16)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        train_step(model, optimizer, 0)
+        assert all(problems.seen(monitor, sink).find(spec, layer="tanh") for spec in SPECS)
+        model.uses_tanh = False
+        train_step(model, optimizer, 1)
+        snapshot = problems.seen(monitor, sink)
+    assert not any(snapshot.find(spec, layer="tanh") for spec in SPECS)
+    assert all(snapshot.find(spec, layer="act") for spec in SPECS)
+
+
+def test_a_forward_that_raises_leaves_nothing_open() -> None:
+    """After an exception in the model's forward, a call of a part of it outside of training is not counted."""
+
+    class Fragile(Mlp):
+        broken = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.broken:
+                raise RuntimeError("out of memory")
+            return super().forward(x)
+
+    model = Fragile(hidden=32)
+    watch = Watch(model.act)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        model.broken = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(torch.randn(4, 64))
+        with torch.no_grad():
+            model.act(1000 * torch.randn(8, 32))
+        model.broken = False
+        watch.clear()
+        train_step(model, optimizer, 0)
+        check(problems.seen(monitor, sink), "act", watch)
