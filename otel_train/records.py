@@ -34,8 +34,6 @@ class ParameterSums:
     nonfinite_weights: int
     update_squared: float | None = None
     """Sum of squares of the change; None where updates are off or the step was skipped."""
-    update_weight_squared: float | None = None
-    """Sum of squares of the weights before the step as the update's estimator sees them: the ratio's denominator."""
     changed: float | None = None
     """Number of elements that changed."""
     update_relative_error: float = 0.0

@@ -67,9 +67,9 @@ def _by_layer(readings: Iterable[ParameterReading]) -> dict[Layer, list[Paramete
 
 def update_ratio(readings: Iterable[ParameterReading]) -> float | None:
     """Return the RMS of the change over the RMS of the weights, over all the parameters; None where it does not exist."""
-    measured = [r.sums for r in readings if r.sums.update_squared is not None and r.sums.update_weight_squared is not None]
+    measured = [r.sums for r in readings if r.sums.update_squared is not None]
     change = sum(s.update_squared or 0.0 for s in measured)
-    weight = sum(s.update_weight_squared or 0.0 for s in measured)
+    weight = sum(s.weight_squared for s in measured)
     return root(change / weight) if measured and weight != 0 else None
 
 

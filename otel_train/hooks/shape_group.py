@@ -126,7 +126,6 @@ class ShapeGroup:
             nonfinite_gradients=self._nonfinite(index, "gradient", total, row["gradient_nonfinite"][0]),
             nonfinite_weights=self._nonfinite(index, "weight", row["weight"][0], row["weight_nonfinite"][0]),
             update_squared=update.update_squared if update else None,
-            update_weight_squared=update.weight_squared if update else None,
             changed=update.changed if update else None,
             update_relative_error=update.relative_error if update else 0.0,
             magnitudes=magnitudes,

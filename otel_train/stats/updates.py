@@ -17,7 +17,6 @@ class UpdateEstimate:
     """Host values of one tensor's update."""
 
     update_squared: float
-    weight_squared: float
     changed: float
     relative_error: float
     """Standard error of the root of update_squared, relative to it."""
@@ -38,16 +37,15 @@ def whole_sums(before: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) 
         weights: The n tensors, after the step.
 
     Returns:
-        (n, 3) fp64: sum of squared changes, sum of squared weights before, elements changed.
+        (n, 2) fp64: sum of squared changes, elements changed.
     """
     rows = len(weights) // len(before)
     sums = []
     for i, copy in enumerate(before):
-        squared = _row_squares(copy)
         after = torch.stack([flat(w) for w in weights[i * rows : (i + 1) * rows]]).to(copy.dtype)
         # before they are subtracted: an Inf that stays has not changed, but Inf - Inf is NaN
-        changed = copy.ne(after).sum(1, dtype=squared.dtype)
-        sums.append(torch.stack([_row_squares(copy.sub_(after)), squared, changed], dim=1))
+        changed = copy.ne(after).sum(1, dtype=wide_dtype(copy.device))
+        sums.append(torch.stack([_row_squares(copy.sub_(after)), changed], dim=1))
     return torch.cat(sums)
 
 
@@ -60,7 +58,7 @@ def _row_squares(rows: torch.Tensor) -> torch.Tensor:
 def estimate_whole(plan: Plan, sums: Sequence[float]) -> UpdateEstimate:
     """Turn the host values of one row of ``whole_sums`` into an estimate without error."""
     del plan
-    return UpdateEstimate(sums[0], sums[1], sums[2], 0.0)
+    return UpdateEstimate(sums[0], sums[1], 0.0)
 
 
 class SampledReader:
@@ -99,19 +97,18 @@ class SampledReader:
             _take(rows, self._top[i], self._rows[after][i])
 
     def sums(self) -> torch.Tensor:
-        """Return the sums that ``estimate_sampled`` takes, (n, 7) fp64; the copies are overwritten."""
+        """Return the sums that ``estimate_sampled`` takes, (n, 5) fp64; the copies are overwritten."""
         before, after = self._lines
         wide = wide_dtype(before.device)
         changed = after.ne(before).sum(2, dtype=before.dtype)
-        weight, squared = before.square().sum(2), after.sub_(before).square().sum(2)
+        squared = after.sub_(before).square().sum(2)
         if self._outside is not None:
-            weight, squared, changed = (t.mul_(self._outside) for t in (weight, squared, changed))
-        parts = [squared.sum(1, dtype=wide), squared.to(wide).square().sum(1), weight.sum(1, dtype=wide)]
-        parts.append(changed.sum(1, dtype=wide))
+            squared, changed = squared.mul_(self._outside), changed.mul_(self._outside)
+        parts = [squared.sum(1, dtype=wide), squared.to(wide).square().sum(1), changed.sum(1, dtype=wide)]
         rows_before, rows_after = self._rows
         rows_changed = rows_after.ne(rows_before).sum((1, 2), dtype=wide)
         rows_squared = rows_after.sub_(rows_before).square().sum((1, 2), dtype=wide)
-        return torch.stack([*parts, rows_squared, rows_before.square().sum((1, 2), dtype=wide), rows_changed], dim=1)
+        return torch.stack([*parts, rows_squared, rows_changed], dim=1)
 
 
 def _rows(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -129,9 +126,9 @@ def _take(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
 
 def estimate_sampled(plan: Plan, sums: Sequence[float]) -> UpdateEstimate:
     """Turn the host values of one row of ``SampledReader.sums`` into estimates, by the formulas of otel_train.sampling."""
-    squared, fourth, weight, changed, row_squared, row_weight, row_changed = sums
+    squared, fourth, changed, row_squared, row_changed = sums
     factor = plan.elements / (plan.lines * plan.width)
     update = row_squared + factor * squared
     variance = factor**2 * max(fourth - squared**2 / plan.lines, 0.0)
     error = 0.5 * math.sqrt(variance) / update if update > 0 else 0.0
-    return UpdateEstimate(update, row_weight + factor * weight, row_changed + factor * changed, error)
+    return UpdateEstimate(update, row_changed + factor * changed, error)
