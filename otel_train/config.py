@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from otel_train import naming
+from otel_train.catalog import BASE_LABELS, CATALOG
 from otel_train.errors import ConfigError
 
 KINDS = ("matrix", "embedding", "norm", "vector")
 """Kinds of layers; vectors (biases) have series only on request."""
 
-_RESERVED_LABELS = frozenset({
-    "depth", "instance", "job", "kind", "layer", "le", "optimizer", "param_group", "part", "phase", "rank", "run", "site", "source",
-    "stage",
-})  # fmt: skip
+_RESERVED_LABELS = frozenset(
+    {"job", "instance", "le", *BASE_LABELS, *(label for spec in CATALOG.values() for label in spec.labels)}
+)
 _NONE_WORDS = ("", "none")
 
 
@@ -105,7 +105,6 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         """Check every value; each message says what was expected and what came."""
-        object.__setattr__(self, "labels", dict(self.labels))
         for name in ("kinds", "activations"):
             value = getattr(self, name)
             if isinstance(value, str):  # one pattern, or one kind, without the parentheses
@@ -161,7 +160,7 @@ class MonitorConfig:
             self._refuse(name, ", ".join(words[:-1]) + " or " + words[-1])
 
     def _check_kinds(self) -> None:
-        if not self.kinds or any(kind not in KINDS for kind in self.kinds):
+        if type(self.kinds) is not tuple or not self.kinds or any(kind not in KINDS for kind in self.kinds):
             self._refuse("kinds", "one or more of " + ", ".join(repr(kind) for kind in KINDS))
 
     def _check_activations(self) -> None:
@@ -171,11 +170,14 @@ class MonitorConfig:
             self._refuse("activations", "True, False or patterns of module paths")
 
     def _check_labels(self) -> None:
-        for name, value in self.labels.items():
-            if not (type(name) is type(value) is str and naming.is_label_name(name)):
-                self._refuse("labels", "a mapping of Prometheus label names to strings")
-            if name in _RESERVED_LABELS:
-                raise ConfigError(f"labels: {name!r} is a label of otel-train or Prometheus itself; choose another name")
+        given: object = self.labels
+        pairs = dict(given) if isinstance(given, Mapping) else {"": ""}
+        if not all(type(name) is type(value) is str and naming.is_label_name(name) for name, value in pairs.items()):
+            self._refuse("labels", "a mapping of Prometheus label names to strings")
+        taken = _RESERVED_LABELS.intersection(pairs)
+        if taken:
+            raise ConfigError(f"labels: {min(taken)!r} is a label of otel-train or Prometheus itself; choose another name")
+        object.__setattr__(self, "labels", {name: _printable(value) for name, value in pairs.items()})
 
 
 def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -251,6 +253,15 @@ def run_name(config: MonitorConfig, environ: Mapping[str, str] = os.environ) -> 
 
     The random part comes from the operating system: the user's random streams do not move.
     """
+    return _printable(_run_name(config, environ))
+
+
+def _printable(text: str) -> str:
+    """Replace what is no Unicode: bytes of the environment that are not UTF-8 become lone surrogates, which no sink can write."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _run_name(config: MonitorConfig, environ: Mapping[str, str]) -> str:
     if config.run is not None:
         return config.run
     job = environ.get("SLURM_JOB_ID")

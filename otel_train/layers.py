@@ -7,9 +7,8 @@ matrices (``nn.MultiheadAttention``) is one series; norms combine as sums of squ
 from __future__ import annotations
 
 import fnmatch
-import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,6 @@ from torch import nn
 from otel_train.config import MonitorConfig
 from otel_train.errors import AttachError
 from otel_train.records import Layer
-
-_LOG = logging.getLogger("otel_train")
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(\.|$)")
@@ -66,6 +63,8 @@ class LayerMap:
     sites: tuple[ActivationSite, ...]
     dropped_layers: int
     """Layers without series of their own because of max_layers."""
+    note: str
+    """What max_layers did, in words; empty where it did nothing."""
 
 
 def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfig) -> LayerMap:
@@ -79,8 +78,9 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
     Raises:
         AttachError: No parameter is trainable, or a setting's pattern or callable matches nothing.
     """
-    strip = _name_stripper(name for name, _ in model.named_parameters())
-    found = _trainable(model, strip)
+    strip = _name_stripper(name for name, _ in _owned_parameters(model))
+    everything = _find(model, strip)
+    found = [f for f in everything if f.tensor.requires_grad]
     if not found:
         raise AttachError(
             f"expected a model with trainable parameters, got {type(model).__name__} with none; "
@@ -90,10 +90,10 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
     rule = _layer_rule(config.layers)
     if all(rule(parameter) is None for parameter in found):
         raise AttachError(f"layers: the callable returned None for every parameter; it is given names like {found[0].name!r}")
-    rule, kinds, dropped = _within_budget(found, rule, groups, config)
+    rule, kinds, dropped, note = _within_budget(found, rule, groups, config)
     by_block = config.layers == "block" or len(modules) > config.max_layers
     sites = [(block_of(name) if by_block else name, name, module) for name, module in modules]
-    depths = _depths(model, strip, found, rule, {name: layer for layer, name, _ in sites})
+    depths = _depths(model, strip, everything, rule, {name: layer for layer, name, _ in sites})
     return LayerMap(
         tuple(_monitored(f, rule, kinds, groups=groups, config=config, depths=depths) for f in found),
         tuple(
@@ -101,6 +101,7 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
             for layer, _, module in sites
         ),
         dropped,
+        note,
     )
 
 
@@ -131,15 +132,23 @@ def _without_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
-def _trainable(model: nn.Module, strip: Callable[[str], str]) -> list[_Found]:
-    """Return trainable parameters in registration order, tied ones once."""
-    owners = dict(model.named_modules())
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each parameter's full name and its owner, tied ones once; wrappers change what ``named_parameters`` says."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield (f"{path}.{leaf}" if path else leaf), module
+
+
+def _find(model: nn.Module, strip: Callable[[str], str]) -> list[_Found]:
+    """Return all parameters in registration order, tied ones once."""
     found = []
-    for full_name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            owner, _, leaf = full_name.rpartition(".")
-            name = strip(full_name)
-            found.append(_Found(parameter, name, strip(owner) or name, _kind(owners[owner], leaf, parameter)))
+    for full_name, owner in _owned_parameters(model):
+        path, _, leaf = full_name.rpartition(".")
+        parameter, name = owner.get_parameter(leaf), strip(full_name)
+        found.append(_Found(parameter, name, strip(path) or name, _kind(owner, leaf, parameter)))
     return found
 
 
@@ -172,11 +181,11 @@ def _layer_rule(layers: object) -> _Rule:
 
 def _within_budget(
     found: list[_Found], rule: _Rule, groups: Mapping[int, str], config: MonitorConfig
-) -> tuple[_Rule, tuple[str, ...], int]:
+) -> tuple[_Rule, tuple[str, ...], int, str]:
     """Choose what has series: drop norms, then merge to blocks, then to the model's children, until max_layers holds.
 
     Returns:
-        The rule, the kinds with series, and the number of layers that lost their own series.
+        The rule, the kinds with series, the number of layers that lost their own series, and what was done in words.
     """
     without_norms = tuple(kind for kind in config.kinds if kind != "norm")
     choices: list[tuple[_Rule, tuple[str, ...], str]] = [
@@ -190,9 +199,8 @@ def _within_budget(
     fitting = [i for i, count in enumerate(counts) if 0 < count <= config.max_layers]
     level = fitting[0] if fitting else max((i for i, count in enumerate(counts) if count), default=0)
     chosen, kinds, what = choices[level]
-    if level:
-        _LOG.warning("max_layers=%d: %s (%d layers to %d)", config.max_layers, what, counts[0], counts[level])
-    return chosen, kinds, counts[0] - counts[level]
+    note = f"max_layers={config.max_layers}: {what} ({counts[0]} layers to {counts[level]})" if level else ""
+    return chosen, kinds, counts[0] - counts[level], note
 
 
 def _count(found: list[_Found], rule: _Rule, kinds: tuple[str, ...], groups: Mapping[int, str]) -> int:
@@ -231,7 +239,7 @@ def _depths(
     Args:
         model: The root module.
         strip: Removes wrapper prefixes.
-        found: The trainable parameters.
+        found: All parameters: freezing some must not renumber the others.
         rule: The layer of a parameter.
         sites: Path of an activation module to its layer.
     """

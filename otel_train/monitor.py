@@ -187,8 +187,9 @@ class Monitor:
         self._live = LiveState()
         self._disabled = configuration.is_disabled()
         self._closed = self._disabled
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close while we close
         self._phases = {"train"}
+        self._phase_began = 0.0
         self._pid = os.getpid()
         self._prometheus = PrometheusSink()
         self._endpoint: Endpoint | None = None
@@ -272,7 +273,7 @@ class Monitor:
             self._endpoint = Endpoint(
                 self._prometheus, self._config.host, port, lambda error: self._guard.failed("endpoint", error)
             )
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             self._guard.errors["endpoint"] += 1
             _LOG.warning("no endpoint: cannot listen on %s port %d (%s)", self._config.host, port, error)
 
@@ -366,17 +367,22 @@ class Monitor:
         if name not in self._phases and len(self._phases) >= _PHASES:
             name = "other"
         self._phases.add(name)
-        gate, before, began = self._attachment.gate, self._live.phase, time.perf_counter()
-        outermost, gate.paused = not gate.paused, name != "train"
-        self._live.phase = name
-        self._worker.wake()
+        before = self._live.phase
+        self._enter_phase(name)
         try:
             yield
         finally:
-            self._live.phase, gate.paused = before, not outermost
-            if outermost:
-                self._attachment.recorder.paused(time.perf_counter() - began)
-            self._worker.wake()
+            self._enter_phase(before)
+
+    def _enter_phase(self, name: str) -> None:
+        """Go over to a phase; the time in phases other than training is no step time."""
+        now = time.perf_counter()
+        if self._attachment is not None:
+            if self._live.phase != "train":
+                self._attachment.recorder.paused(now - self._phase_began)
+            self._attachment.gate.paused = name != "train"
+        self._phase_began, self._live.phase = now, name
+        self._worker.wake()
 
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint should carry: the global step and the tokens seen."""
@@ -438,7 +444,7 @@ class Monitor:
         Returns:
             Whether that came about in time.
         """
-        if self._disabled or self._attachment is None or self._pid != os.getpid():
+        if self._closed or self._attachment is None or self._pid != os.getpid():
             return True
         with self._guard.part("loop"):
             self._attachment.recorder.close_step()

@@ -14,8 +14,8 @@ x = (w_after - w_before)^2, or x = 1 where an element changed, summed within a l
 The strata have equal sizes and the place in a stratum is uniform, so every line is drawn with the same probability n / L, whatever
 T is: S is unbiased for the sum over the tensor (Horvitz and Thompson, 1952). The update ratio is sqrt(S) / |w|, with the exact norm
 of the weights: sampled, the weights would bring most of the error under Adam, whose updates are all of one size. The root of an
-unbiased sum can only be consistent, with a bias of order 1/n. Its standard error is, by the delta method and with s^2 the variance of
-x between the n lines (0 for those in T),
+unbiased sum can only be consistent, with a bias of order 1/n. Its standard error is, by the delta method and with s^2 the variance
+of x between the n lines (0 for those in T),
 
     error(sqrt(S)) / sqrt(S) = 1/2 * L / n * sqrt(n * s^2) / S.
 

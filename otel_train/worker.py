@@ -37,7 +37,7 @@ class Worker(Generic[Item]):
         self._handle, self._tick, self._period = handle, tick, period_seconds
         self._items: deque[Item] = deque()
         self._limit = limit
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._flushes = self._flushed = 0
         self._stopping = self._woken = False
         self._ended = True  # there is no thread to wait for
@@ -67,7 +67,13 @@ class Worker(Generic[Item]):
             self._changed.notify_all()
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything put so far is handled and ticked; say whether that came about in time."""
+        """Wait until everything put so far is handled and ticked; say whether that came about in time.
+
+        From within the thread itself (a sink that closes the monitor, a model that is collected there) it does so at once.
+        """
+        if threading.current_thread() is self._thread:
+            self._handle_waiting()
+            return True
         with self._changed:
             self._flushes += 1
             goal = self._flushes
@@ -83,16 +89,21 @@ class Worker(Generic[Item]):
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_seconds)
 
+    def _handle_waiting(self) -> None:
+        with self._changed:
+            items = list(self._items)
+            self._items.clear()
+        for item in items:
+            self._handle(item)
+        self._tick()
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self._woken or self._flushes > self._flushed or self._stopping)
-                items, goal, stopping = list(self._items), self._flushes, self._stopping
-                self._items.clear()
+                goal, stopping = self._flushes, self._stopping
                 self._woken = False
-            for item in items:
-                self._handle(item)
-            self._tick()
+            self._handle_waiting()
             with contextlib.suppress(OSError):  # no thread clock on some platforms
                 self.cpu_seconds = time.thread_time()
             with self._changed:

@@ -59,9 +59,7 @@ def test_observed_losses_and_tokens_belong_to_the_step_they_were_seen_with(*, be
                 losses.append(loss.item())
                 if micro and not before:
                     optimizer.step()
-                monitor.observe(
-                    loss=loss if as_tensor else loss.item(), tokens=torch.tensor(7) if as_tensor else 7, samples=32
-                )
+                monitor.observe(loss=loss if as_tensor else loss.item(), tokens=torch.tensor(7) if as_tensor else 7, samples=32)
             if before:
                 optimizer.step()
             snapshot = problems.seen(monitor, sink)

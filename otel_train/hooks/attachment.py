@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from otel_train.hooks.pending import Step
 from otel_train.hooks.recorder import Meters, Recorder
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
 from otel_train.records import Coverage
+
+_LOG = logging.getLogger("otel_train")
 
 
 class Attachment:
@@ -53,6 +56,8 @@ class Attachment:
         self._optimizers = {name: weakref.ref(optimizer) for name, optimizer in optimizers.items()}
         self._config, self._guard, self._cover = config, guard, cover
         layer_map = map_layers(model, group_names(optimizers), config)
+        if layer_map.note:
+            _LOG.warning("%s", layer_map.note)
         first = layer_map.parameters[0].tensor
         self.gate = Gate()
         self.recorder = Recorder(
@@ -80,7 +85,7 @@ class Attachment:
         handles = list(activations.handles)
         begin = RootPreHook(self.gate, recorder.forward_begins)
         handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
-        handles.append(model.register_forward_hook(RootHook(self.gate, recorder.forward_ends)))
+        handles.append(model.register_forward_hook(RootHook(self.gate, recorder.forward_ends), always_call=True))
         for optimizer in optimizers.values():
             handles += hook_steps(optimizer, recorder)
         return handles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,7 +84,8 @@ class Step:
     """Calls of ``observe``."""
     sequence_length: int | None = None
     precision: str = "unknown"
-    max_norm: float | None = None
+    max_norms: list[float] = field(default_factory=list)
+    """Of each call that clipped, in the order of the numbers ``clip_norm``."""
     scale_fell: bool = False
     groups: dict[tuple[str, str], None] = field(default_factory=dict)
     """(optimizer, param_group) of the groups that stepped; their settings are in the numbers."""
@@ -94,7 +96,6 @@ class Step:
         """Wait for the numbers and return the record; for the monitor's own thread."""
         numbers = self.numbers.values()
         skipped = self.scale_fell or any(value > 0 for value in numbers.get("found_inf", ()))
-        clip_norm = _last(numbers, "clip_norm")
         return StepRecord(
             finished_at=self.finished_at,
             duration=self.duration,
@@ -106,9 +107,9 @@ class Step:
             sequence_length=self.sequence_length,
             skipped=skipped,
             losses=tuple(numbers.get("loss", ())),
-            grad_norm=_last(numbers, "grad_norm"),
+            grad_norm=_grad_norm(numbers),
             # torch scales by max_norm / (norm + 1e-6) where that is below 1
-            clipped=self.max_norm is not None and clip_norm is not None and clip_norm + 1e-6 > self.max_norm,
+            clipped=any(norm + 1e-6 > limit for norm, limit in zip(numbers.get("clip_norm", ()), self.max_norms, strict=False)),
             loss_scale=_last(numbers, "loss_scale"),
             groups=tuple(_settings(labels, numbers) for labels in self.groups),
             precision=self.precision,
@@ -127,6 +128,14 @@ class Step:
 def _last(numbers: dict[Hashable, list[float]], key: Hashable) -> float | None:
     values = numbers.get(key)
     return values[-1] if values else None
+
+
+def _grad_norm(numbers: dict[Hashable, list[float]]) -> float | None:
+    """Return the norm before clipping: as observed, else of the parts that were clipped together."""
+    observed, parts = numbers.get("grad_norm"), numbers.get("part_norm")
+    if observed:
+        return observed[-1]
+    return math.sqrt(sum(norm * norm for norm in parts)) if parts else None
 
 
 def _settings(labels: tuple[str, str], numbers: dict[Hashable, list[float]]) -> GroupSettings:

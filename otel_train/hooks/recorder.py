@@ -212,12 +212,12 @@ class Recorder:
             self._end_step()
 
     def clipped(self, norm: torch.Tensor, max_norm: float, *, is_l2: bool) -> None:
-        """Take the norm before clipping."""
+        """Take the norm before clipping, of the whole gradient or of a part of it."""
         with self._guard.part("loop"):
             self._step.numbers.add("clip_norm", norm)
-            self._step.max_norm = float(max_norm)
+            self._step.max_norms.append(float(max_norm))
             if is_l2:
-                self._step.numbers.add("grad_norm", norm)
+                self._step.numbers.add("part_norm", norm)
 
     def waited(self, seconds: float) -> None:
         """The loop waited for a batch."""

@@ -12,7 +12,7 @@ from otel_train.readout import peek
 from otel_train.records import ParameterReading, ParameterSums
 from otel_train.sampling import Draw, Plan, Sampler
 from otel_train.stats import gradients, parameters, updates
-from otel_train.stats.sums import count_nonfinite, sum_and_square_sum
+from otel_train.stats.sums import count_nonfinite, sum_and_square_sum, wide_sums
 
 
 class ShapeGroup:
@@ -51,7 +51,7 @@ class ShapeGroup:
         grads = [_gradient(member) for member in self._members]
         draw = self._draw()
         sums = sum_and_square_sum(grads)
-        self._results["gradient_nonfinite"] = self._count(grads, sums[:, 0], "gradient")
+        self._results["gradient_nonfinite"] = self._settle(grads, sums, "gradient")
         inverse = None if scale is None else scale.to(sums.dtype).reshape(()).reciprocal()
         self._results["gradient"] = sums if inverse is None else sums * torch.stack([inverse, inverse.square()])
         if self._counts_magnitudes:
@@ -61,8 +61,8 @@ class ShapeGroup:
     def read_before(self) -> None:
         """Take the weights' norms, and copy what the update is measured on; after this step's gradients are there."""
         weights = self._weights()
-        self._results["weight"] = parameters.weight_square_sums(weights)
-        self._results["weight_nonfinite"] = self._count(weights, self._results["weight"], "weight")
+        self._results["weight"] = sums = parameters.weight_square_sums(weights).unsqueeze(1)
+        self._results["weight_nonfinite"] = self._settle(weights, sums, "weight")
         if not self._measure_updates:
             return
         draw = self._draw()
@@ -84,16 +84,29 @@ class ShapeGroup:
             self._reader.read(self._weights(), draw, after=True)
             self._results["update"] = self._reader.sums()
 
-    def _count(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, what: str) -> torch.Tensor:
-        """Count non-finite elements, exactly, of the tensors whose sum is not finite: counting all of them costs 8 % of a step."""
+    def _settle(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, what: str) -> torch.Tensor:
+        """Count non-finite elements, exactly, of the tensors whose sums are not finite: counting all of them costs 8 % of a step.
+
+        Sums that are not finite though every element is are made again in fp64, where the host can see that.
+
+        Args:
+            tensors: n tensors.
+            sums: (n, 2) sums and sums of squares, or (n, 1) sums of squares; mended in place.
+            what: ``gradient`` or ``weight``.
+
+        Returns:
+            (n,) int64.
+        """
         known = peek(sums)
-        suspects = self._suspects[what]
         self._deferred = known is None
+        suspects = self._suspects[what]
         if known is not None:
-            suspects = {i for i, value in enumerate(known) if not math.isfinite(value)}
+            suspects = {i // sums.shape[1] for i, value in enumerate(known) if not math.isfinite(value)}
         counts = torch.zeros(len(tensors), dtype=torch.int64, device=sums.device)
         for i in suspects:
             counts[i] = count_nonfinite(tensors[i])
+            if peek(counts[i]) == [0.0]:
+                sums[i] = wide_sums(tensors[i])[-sums.shape[1] :]
         return counts
 
     def take(self) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[ParameterReading]]]:

@@ -85,6 +85,12 @@ def _in_pieces(elements: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack([plain_sum(p), square_sum(p)]) for p in pieces]).sum(0)
 
 
+def wide_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sum and sum of squares in fp64 throughout, (2,): for the rare tensor whose squares fp32 cannot hold."""
+    elements = flat(tensor).to(wide_dtype(tensor.device))
+    return torch.stack([elements.sum(), elements.square().sum()])
+
+
 def square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums of squares of n tensors of one shape, (n,) fp64."""
     if tensors[0].numel() <= STACK:

@@ -35,7 +35,7 @@ STEP = StepRecord(
 )  # fmt: skip
 SUMS = ParameterSums(
     elements=4, gradient=2.0, gradient_squared=9.0, weight_squared=16.0, nonfinite_gradients=0, nonfinite_weights=0,
-    update_squared=0.0016, update_weight_squared=16.0, changed=3.0,
+    update_squared=0.0016, changed=3.0,
 )  # fmt: skip
 MATRIX = Layer("fc", 1, "matrix", "0")
 NORM = Layer("norm", 0, "norm", "0")
@@ -108,7 +108,7 @@ def test_what_does_not_exist_has_no_series() -> None:
 def test_parameters_of_a_layer_add_up_as_sums_of_squares() -> None:
     """Two matrices of one module, one series."""
     other = replace(
-        SUMS, elements=12, gradient=-6.0, gradient_squared=16.0, update_squared=0.0009, update_weight_squared=9.0, changed=4.0
+        SUMS, elements=12, gradient=-6.0, gradient_squared=16.0, update_squared=0.0009, changed=4.0
     )
     shot = assemble(sampled(ParameterReading(MATRIX, None, SUMS), ParameterReading(MATRIX, None, other)))
     assert shot.value(gradients.LAYER_GRAD_NORM, layer="fc") == pytest.approx(5.0)
@@ -134,7 +134,7 @@ def test_relative_speed_is_over_the_median_matrix() -> None:
     layers = [Layer(f"m{i}", i, "matrix", "0") for i in range(3)] + [NORM]
     changes = [1e-6, 4e-6, 1.6e-5, 1e-4]
     readings = [
-        ParameterReading(layer, None, replace(SUMS, update_squared=change, update_weight_squared=1.0))
+        ParameterReading(layer, None, replace(SUMS, update_squared=change, weight_squared=1.0))
         for layer, change in zip(layers, changes, strict=True)
     ]
     shot = assemble(sampled(*readings))
@@ -144,7 +144,7 @@ def test_relative_speed_is_over_the_median_matrix() -> None:
 
 def test_a_layer_of_zeros_has_no_ratio_and_one_that_stands_still_has_zero() -> None:
     """LoRA's B starts at zero: the ratio would be infinite."""
-    zeros = ParameterReading(Layer("lora", 0, "matrix", "0"), None, replace(SUMS, update_weight_squared=0.0))
+    zeros = ParameterReading(Layer("lora", 0, "matrix", "0"), None, replace(SUMS, weight_squared=0.0))
     still = ParameterReading(MATRIX, None, replace(SUMS, update_squared=0.0, changed=0.0))
     shot = assemble(sampled(zeros, still))
     assert [(s.labels[0], s.value) for s in shot.find(updates.LAYER_UPDATE_RATIO)] == [("fc", 0.0)]

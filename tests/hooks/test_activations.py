@@ -56,7 +56,9 @@ def check(snapshot: Snapshot, layer: str, watch: Watch) -> None:
         }
         scale = x.square().mean().sqrt().item()
         for spec, value in expected.items():
-            assert snapshot.value(spec, layer=layer, site=site) == pytest.approx(value.item(), rel=1e-6, abs=1e-9 * scale), spec.name
+            assert snapshot.value(spec, layer=layer, site=site) == pytest.approx(value.item(), rel=1e-6, abs=1e-9 * scale), (
+                spec.name
+            )
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, batch: int = ROWS) -> None:

@@ -211,7 +211,9 @@ def test_magnitudes_of_a_layer_that_is_read_whole_are_counted_exactly() -> None:
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 10, bias=False))
     assert max(p.numel() for p in model.parameters()) <= WHOLE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    special = torch.tensor([0.0, 1.0, -1.0, 2.0, -0.25, 0.250001, 1e-30, 1e30, 65536.0, 65537.0, 256.0, 257.0, 2.0**-40, -(2.0**-46)])
+    special = torch.tensor(
+        [0.0, 1.0, -1.0, 2.0, -0.25, 0.250001, 1e-30, 1e30, 65536.0, 65537.0, 256.0, 257.0, 2.0**-40, -(2.0**-46)]
+    )
     seen: list[torch.Tensor] = []
     with capture(model, optimizer, every_n_steps=1, histograms="layer") as (monitor, sink):
         for step in range(2):

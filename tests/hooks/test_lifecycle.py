@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,9 +24,14 @@ from tests import problems
 from tests.problems import Mlp
 
 
-def threads() -> list[str]:
-    """Return the names of our threads that live."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("otel-train"))
+Threads = Callable[[], list[str]]
+
+
+@pytest.fixture
+def threads() -> Threads:
+    """Return what tells the names of our threads that live and that did not live before the test."""
+    before = set(threading.enumerate())
+    return lambda: sorted(t.name for t in set(threading.enumerate()) - before if t.name.startswith("otel-train"))
 
 
 def is_listening(port: int) -> bool:
@@ -68,7 +74,7 @@ def soon(condition: Any, seconds: float = 5.0) -> bool:
     return True
 
 
-def test_close_removes_every_hook_thread_and_socket_and_twice_is_harmless() -> None:
+def test_close_removes_every_hook_thread_and_socket_and_twice_is_harmless(threads: Threads) -> None:
     """Afterwards steps do nothing, and the model is as it was."""
     model = Mlp(hidden=16)
     optimizer = sgd(model)
@@ -91,10 +97,22 @@ def test_close_removes_every_hook_thread_and_socket_and_twice_is_harmless() -> N
     assert torch.is_tensor(monitor.clip_grad_norm_(1.0))
     with monitor.phase("eval"):
         assert list(monitor.data([1, 2])) == [1, 2]
-    assert monitor.flush()
     assert monitor.snapshot is not None
     assert monitor.snapshot.value(run.STEPS) == 1
     assert monitor.snapshot.value(run.RUN_ACTIVE) == 0
+
+
+def test_a_flush_after_close_says_at_once_that_everything_is_published() -> None:
+    """Which it is: `close` published the last step."""
+    model = Mlp(hidden=16)
+    optimizer = sgd(model)
+    monitor = otel_train.attach(model, optimizer, port=None)
+    train(model, optimizer)
+    monitor.close()
+    began = time.monotonic()
+    assert monitor.flush()
+    assert time.monotonic() - began < 1.0
+    assert monitor.state_dict()["step"] == 1
 
 
 def test_leaving_the_with_block_by_an_exception_ends_the_run_as_inactive() -> None:
@@ -111,7 +129,7 @@ def test_leaving_the_with_block_by_an_exception_ends_the_run_as_inactive() -> No
     assert hooks_of(model) == 0
 
 
-def test_attaching_again_replaces_the_monitor() -> None:
+def test_attaching_again_replaces_the_monitor(threads: Threads) -> None:
     """Values are not counted twice, and the first monitor has ended."""
     model = Mlp(hidden=16)
     optimizer = sgd(model)
@@ -146,7 +164,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("keeps_monitor", [True, False])
-def test_a_notebook_cell_executed_three_times_leaves_one_endpoint(*, keeps_monitor: bool) -> None:
+def test_a_notebook_cell_executed_three_times_leaves_one_endpoint(threads: Threads, *, keeps_monitor: bool) -> None:
     """A new model each time: the old one is gone with its monitor, and the port is the one that was asked for."""
     port = free_port()
     cell = CELL if keeps_monitor else CELL.replace("monitor = ", "")
@@ -164,7 +182,9 @@ def test_a_notebook_cell_executed_three_times_leaves_one_endpoint(*, keeps_monit
 
 @pytest.mark.parametrize("keeps_monitor", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_the_model_and_its_parameters_are_freed_when_the_user_drops_them(steps: int, *, keeps_monitor: bool) -> None:
+def test_the_model_and_its_parameters_are_freed_when_the_user_drops_them(
+    steps: int, threads: Threads, *, keeps_monitor: bool
+) -> None:
     """Whether the monitor is kept or not, and the monitor ends by itself."""
     model: Mlp | None = Mlp(hidden=16)
     assert model is not None
@@ -205,7 +225,7 @@ class Dropping:
         """Nothing to close."""
 
 
-def test_a_model_that_dies_in_the_monitors_own_thread_ends_it_at_once() -> None:
+def test_a_model_that_dies_in_the_monitors_own_thread_ends_it_at_once(threads: Threads) -> None:
     """The collector runs in any thread: the monitor's own must not wait for itself."""
     sink = Dropping()
     model: Mlp | None = Mlp(hidden=16)
@@ -445,7 +465,7 @@ class Raising:
         raise OSError("disk full")
 
 
-def test_a_sink_that_raises_hurts_neither_the_training_nor_the_other_sinks() -> None:
+def test_a_sink_that_raises_hurts_neither_the_training_nor_the_other_sinks(threads: Threads) -> None:
     """It is counted; the sink after it gets every Snapshot."""
     model = Mlp(hidden=16)
     optimizer = sgd(model)

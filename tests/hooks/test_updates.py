@@ -61,9 +61,7 @@ CLOSURES: dict[str, Maker] = {
 }
 
 
-def check_exact(
-    model: nn.Module, snapshot: Snapshot, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
-) -> None:
+def check_exact(model: nn.Module, snapshot: Snapshot, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     """Compare every series of updates with its reference."""
     expected = problems.naive_ratios(model, before, after, KINDS)
     assert max(expected.values()) > 0
