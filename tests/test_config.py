@@ -129,3 +129,10 @@ def test_a_made_up_name_differs_from_run_to_run() -> None:
     names = {run_name(MonitorConfig(), {"TORCHELASTIC_RUN_ID": "none"}) for _ in range(20)}
     assert len(names) > 1
     assert "none" not in names
+
+
+def test_names_that_are_not_utf8_are_made_printable() -> None:
+    """Bytes of the environment become lone surrogates in Python, which would fail every scrape."""
+    assert run_name(MonitorConfig(), {"SLURM_JOB_ID": "caf\udce9"}) == "caf?"
+    assert run_name(MonitorConfig(run="\udce9"), {}) == "?"
+    assert MonitorConfig(labels={"team": "\udce9"}).labels == {"team": "?"}

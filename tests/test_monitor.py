@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import otel_train
-from otel_train.catalog import activations as act, gradients, loss as loss_catalog, monitor as monitor_catalog, run, throughput
+from otel_train.catalog import activations as act
+from otel_train.catalog import gradients, run, throughput
+from otel_train.catalog import loss as loss_catalog
+from otel_train.catalog import monitor as monitor_catalog
 from otel_train.snapshot import HistogramValue, Snapshot
 from otel_train.testing import capture
 from tests import problems
@@ -177,7 +181,7 @@ def test_data_measures_waits_and_is_the_loader_otherwise() -> None:
     model = Mlp(hidden=16)
     optimizer = sgd(model)
     with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
-        loader = monitor.data(Slow())  # type: ignore[arg-type]  # its items
+        loader: Any = monitor.data(Slow())  # type: ignore[arg-type]  # only __getitem__ and __len__
         assert len(loader) == 3
         assert loader.batch_size == 32
         for _ in range(2):
@@ -193,7 +197,7 @@ def test_data_measures_waits_and_is_the_loader_otherwise() -> None:
 
 
 def test_data_takes_a_data_loader_and_a_generator() -> None:
-    """torch's loader, and something without a length, which says so as Python does."""
+    """Torch's loader, and something without a length, which says so as Python does."""
     model = Mlp(hidden=16)
     with capture(model, sgd(model)) as (monitor, _):
         loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)

@@ -11,12 +11,12 @@ from otel_train.sampling import WHOLE, Draw, Plan, Sampler, plan, wide_dtype, wo
 
 CPU = torch.device("cpu")
 SAMPLED = [
-    ((64, 40), False),
+    ((640, 40), False),
     ((300, 400), False),
     ((20_000,), False),
     ((131, 257), False),
     ((6000, 32), True),
-    ((64, 3, 5, 7), False),
+    ((128, 3, 5, 7), False),
 ]
 sampled = pytest.mark.parametrize(("shape", "embedding"), SAMPLED, ids=str)
 
@@ -39,22 +39,25 @@ def test_exact_reads_everything(*, embedding: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(WHOLE + 1,), (64, 33), (300, 400), (4096, 4096), (50_257, 768), (131, 257), (7, 11, 13, 17)], ids=str
+    "shape", [(WHOLE + 1,), (264, 33), (300, 400), (4096, 4096), (50_257, 768), (131, 257), (7, 11, 13, 17)], ids=str
 )
 @pytest.mark.parametrize("embedding", [False, True])
 def test_a_plan_reads_a_bounded_share(shape: tuple[int, ...], *, embedding: bool) -> None:
-    """At least about WHOLE elements, at most a 16th and 16,384; lines fit, and are shared out among the phases."""
+    """At least about WHOLE elements, at most a fourth and 16,384; lines fit in rows, and are shared out among the phases."""
     chosen = plan(shape, embedding=embedding)
     drawn = chosen.lines * chosen.width
     assert chosen.elements == math.prod(shape)
     assert chosen.elements % chosen.width == 0
-    assert drawn <= min(chosen.elements, max(WHOLE, min(16384, chosen.elements // 16)))
+    assert drawn <= min(chosen.elements, max(WHOLE, min(16384, chosen.elements // 4)))
+    assert chosen.columns % chosen.width == 0
     assert drawn > WHOLE - 8
     assert chosen.lines % chosen.phases == 0
     assert chosen.lines // chosen.phases * chosen.width <= 4096
     assert chosen.rows * chosen.columns == chosen.elements
-    tall = len(shape) > 1 and (embedding or shape[0] >= 4096)
-    assert chosen.top == (min(256, shape[0] // 32) if tall else 0)
+    assert chosen.top <= min(256, shape[0] // 16)
+    assert (chosen.top > 0) == (len(shape) > 1 and shape[0] >= 16)
+    if not embedding and shape[0] < 4096:
+        assert chosen.top * chosen.columns <= 16384
 
 
 @sampled
@@ -109,7 +112,7 @@ def test_every_line_is_drawn_equally_often(shape: tuple[int, ...], *, embedding:
 
 def test_the_first_draw_reaches_every_line_with_equal_probability() -> None:
     """Over seeds, each line of a tensor is drawn as often as any other, within 6 standard errors."""
-    chosen, draws = plan((64, 72), embedding=False), 800
+    chosen, draws = plan((128, 72), embedding=False), 800
     total = chosen.elements // chosen.width
     times = torch.zeros(total, dtype=torch.float64)
     for seed in range(draws):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
+import re
 import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
+from urllib.parse import urlsplit
 
 from otel_train.sinks.page import render_page
 from otel_train.sinks.prometheus import PrometheusSink
@@ -21,6 +27,8 @@ _LOG = logging.getLogger("otel_train")
 
 _CLIENT_SECONDS = 10.0
 """A client that sends or takes nothing for so long is dropped."""
+_SCRAPERS = 8
+"""Clients at most whose scrapes are told apart."""
 _CONNECTIONS = 32
 """Connections at a time; more are closed at once, so that a flood takes no threads from the training."""
 
@@ -39,13 +47,13 @@ class Endpoint:
     """
 
     def __init__(self, sink: PrometheusSink, host: str, port: int, failed: Callable[[BaseException], None]) -> None:
-        self._scrapes: list[tuple[float, float]] = []
+        self._scrapes: dict[str, deque[_Scrape]] = {}
         self._scraped = threading.Condition()
         self._server = _listen(host, port)
         self._server.prepare(sink, failed, self._note_scrape)
         self.port = int(self._server.server_address[1])
         self.host = host
-        self._thread = threading.Thread(target=self._serve, name="otel-train-endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="otel-train-endpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -53,39 +61,49 @@ class Endpoint:
         """Where a person or Prometheus finds it."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/"
 
-    def _serve(self) -> None:
-        self._server.serve_forever(poll_interval=0.1)
-
-    def _note_scrape(self, began: float, timeout: float) -> None:
+    def _note_scrape(self, client: str, scrape: _Scrape) -> None:
         with self._scraped:
-            self._scrapes = [*self._scrapes[-7:], (began, timeout)]
+            if client in self._scrapes or len(self._scrapes) < _SCRAPERS:
+                self._scrapes.setdefault(client, deque(maxlen=4)).append(scrape)
             self._scraped.notify_all()
 
-    def wait_for_scrape(self) -> bool:
-        """Once scraped by a Prometheus, wait for one scrape that begins after this call, for at most twice the interval seen.
-
-        With one scrape only there is no interval yet: its time-out, which is never longer than the interval, stands for it.
-        """
+    def wait_for_scrape(self) -> None:
+        """Wait until each Prometheus that is scraping has scraped once more, for at most twice the interval seen."""
         now = time.monotonic()
         with self._scraped:
-            if not self._scrapes:
-                return False
-            begins = [began for began, _ in self._scrapes]
-            gaps = [b - a for a, b in pairwise(begins)]
-            interval = max(gaps[-3:], default=self._scrapes[-1][1])
-            deadline = begins[-1] + 2 * interval - now
-            return self._scraped.wait_for(lambda: self._scrapes[-1][0] >= now, max(deadline, 0.0))
+            deadlines = {client: scrapes[-1].began + 2 * _interval(scrapes) for client, scrapes in self._scrapes.items()}
+            due = [client for client, deadline in deadlines.items() if deadline > now]
+
+            def all_have() -> bool:
+                return all(self._scrapes[client][-1].began >= now for client in due)
+
+            self._scraped.wait_for(all_have, max((deadlines[client] - now for client in due), default=0.0))
 
     def close(self) -> None:
-        """Stop listening and end the threads; from within the serving thread it does not wait for that."""
-        stop = threading.Thread(target=self._server.stop, name="otel-train-endpoint-stop", daemon=True)
-        stop.start()
+        """Stop listening, drop all connections and end the threads; from within the serving thread it does not wait for that."""
         if threading.current_thread() is not self._thread:
-            stop.join(_CLIENT_SECONDS)
+            self._server.stop()
+            return
+        with contextlib.suppress(RuntimeError):  # no thread can be started at the interpreter's end, which ends this one too
+            threading.Thread(target=self._server.stop, name="otel-train-endpoint-stop", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close the sockets that a forked process has inherited, so that they do not outlive the training."""
-        self._server.close_sockets()
+        """Let go of the sockets that a forked process has inherited, so that they do not outlive the training."""
+        self._server.drop_sockets()
+
+
+@dataclass(frozen=True, slots=True)
+class _Scrape:
+    began: float
+    """On the monotonic clock."""
+    timeout: float
+    """What the scraper says that it waits; never longer than its interval."""
+
+
+def _interval(scrapes: deque[_Scrape]) -> float:
+    """Return the longest interval between the last scrapes; with one scrape only its time-out stands for it."""
+    began = [scrape.began for scrape in scrapes]
+    return max((b - a for a, b in pairwise(began)), default=scrapes[-1].timeout)
 
 
 def _listen(host: str, port: int) -> _Server:
@@ -114,18 +132,19 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[socket.AddressFamily, Any]) -> None:
         self.address_family = address[0]
-        self._connections: set[socket.socket] = set()
+        self._deadlines: dict[socket.socket, float] = {}
+        """Of each open connection: when the request under way must have come and been answered."""
         self._lock = threading.Lock()
         super().__init__(address[1], _Handler)
 
     def prepare(
-        self, sink: PrometheusSink, failed: Callable[[BaseException], None], scraped: Callable[[float, float], None]
+        self, sink: PrometheusSink, failed: Callable[[BaseException], None], scraped: Callable[[str, _Scrape], None]
     ) -> None:
         self.sink, self.failed, self.scraped = sink, failed, scraped
 
     def server_bind(self) -> None:
         # HTTPServer would look up the host's name, which can take seconds
-        socket.socket.setsockopt(self.socket, socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -133,14 +152,34 @@ class _Server(ThreadingHTTPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         del client_address
         with self._lock:
-            if len(self._connections) >= _CONNECTIONS:
+            if len(self._deadlines) >= _CONNECTIONS:
                 return False
-            self._connections.add(request)
+            self._deadlines[request] = time.monotonic() + _CLIENT_SECONDS
             return True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end: answer here, for the last scrape
+            self.process_request_thread(request, client_address)
+
+    def extend(self, request: Any) -> None:
+        """Give a connection time for another request."""
+        with self._lock:
+            if request in self._deadlines:
+                self._deadlines[request] = time.monotonic() + _CLIENT_SECONDS
+
+    def service_actions(self) -> None:
+        """Drop the connections that are over their time: a client that drips bytes must not keep others out."""
+        now = time.monotonic()
+        with self._lock:
+            late = [connection for connection, deadline in self._deadlines.items() if deadline < now]
+        for connection in late:
+            _hang_up(connection)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._connections.discard(request)
+            self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -151,12 +190,23 @@ class _Server(ThreadingHTTPServer):
 
     def stop(self) -> None:
         self.shutdown()
-        self.close_sockets()
-
-    def close_sockets(self) -> None:
         self.server_close()
-        for connection in list(self._connections):
-            connection.close()
+        with self._lock:
+            connections = list(self._deadlines)
+        for connection in connections:
+            _hang_up(connection)
+
+    def drop_sockets(self) -> None:
+        """Close this process's copies and nothing else: hanging up would cut off the parent's clients. Takes no lock, for forks."""
+        for connection in (self.socket, *list(self._deadlines)):
+            with contextlib.suppress(OSError):
+                os.close(connection.detach())
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection under its handler's feet; closing it would only drop our reference."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -167,40 +217,69 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _CLIENT_SECONDS
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            self._metrics()
-        elif path == "/":
-            self._reply(render_page(self.server.sink.snapshot).encode(), "text/html; charset=utf-8")
-        elif path == "/-/healthy":
-            self._reply(b"otel-train is healthy.\n", "text/plain; charset=utf-8")
-        else:
-            self._reply(b"Not found. There are /, /metrics and /-/healthy.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
+        if self.headers.get("Content-Length") or self.headers.get("Transfer-Encoding"):
+            self.close_connection = True  # its body is not read, and must not be taken for the next request
+        try:
+            path = urlsplit(self.path).path
+            if path == "/metrics":
+                self._metrics()
+            elif path == "/":
+                self._reply(render_page(self.server.sink.snapshot).encode("utf-8", "replace"), "text/html; charset=utf-8")
+            elif path == "/-/healthy":
+                self._reply(b"otel-train is healthy.\n")
+            else:
+                self._reply(b"Not found. There are /, /metrics and /-/healthy.\n", status=HTTPStatus.NOT_FOUND)
+        except OSError:
+            raise  # the client went away
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client is told, and the training never
+            self.server.failed(error)
+            self._reply(
+                b"The exposition could not be rendered; the training's log says why.\n", status=HTTPStatus.INTERNAL_SERVER_ERROR
+            )
+        self.server.extend(self.connection)
 
     do_HEAD = do_GET  # noqa: N815  # http.server looks for this name
 
     def _metrics(self) -> None:
         began = time.monotonic()
-        compress = "gzip" in self.headers.get("Accept-Encoding", "")
+        compress = _accepts_gzip(self.headers.get("Accept-Encoding", ""))
         body, content_type = self.server.sink.render(self.headers.get("Accept", ""), compress=compress)
         self._reply(body, content_type, encoding="gzip" if compress else None)
         timeout = self.headers.get("X-Prometheus-Scrape-Timeout-Seconds")  # a Prometheus, not a person
-        if timeout is not None:
-            self.server.scraped(began, _seconds(timeout))
+        if timeout is not None and self.command == "GET":
+            self.server.scraped(str(self.client_address[0]), _Scrape(began, _seconds(timeout)))
 
-    def _reply(self, body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK, encoding: str | None = None) -> None:
+    def _reply(
+        self,
+        body: bytes,
+        content_type: str = "text/plain; charset=utf-8",
+        *,
+        status: HTTPStatus = HTTPStatus.OK,
+        encoding: str | None = None,
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Content-Type-Options", "nosniff")
         if encoding:
             self.send_header("Content-Encoding", encoding)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it so
         """Say nothing: the training's terminal is the user's."""
+
+
+def _accepts_gzip(header: str) -> bool:
+    """Say whether an Accept-Encoding header names gzip, and not with quality 0."""
+    for part in header.lower().split(","):
+        name, _, parameter = part.partition(";")
+        if name.strip() == "gzip":
+            return not re.fullmatch(r"q=0(\.0*)?", parameter.replace(" ", ""))
+    return False
 
 
 def _seconds(text: str) -> float:

@@ -44,18 +44,22 @@ def render_page(snapshot: Snapshot | None) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{_REFRESH_SECONDS}">'
-        f'</head><body style="margin:1.2rem">{render_fragment(snapshot)}</body></html>'
+        f"<style>{_STYLE}body{{margin:1.2rem}}</style></head><body>{_content(snapshot)}</body></html>"
     )
 
 
 def render_fragment(snapshot: Snapshot | None) -> str:
-    """Return what the page and a notebook show."""
+    """Return what a notebook shows, with its style."""
+    return f"<style>{_STYLE}</style>{_content(snapshot)}"
+
+
+def _content(snapshot: Snapshot | None) -> str:
     if snapshot is None:
-        return f'<style>{_STYLE}</style><div class="ot"><h1>otel-train</h1><p>No step yet.</p></div>'
+        return '<div class="ot"><h1>otel-train</h1><p>No step yet.</p></div>'
     base = dict(snapshot.base_labels)
     state = "training" if snapshot.value(run.RUN_ACTIVE) else "ended"
     return (
-        f'<style>{_STYLE}</style><div class="ot">'
+        '<div class="ot">'
         f"<h1>{escape(base['run'])} <small>rank {escape(base['rank'])} · {state}</small></h1>"
         f"<dl>{''.join(_facts(snapshot))}</dl>{_layer_table(snapshot)}"
         '<p class="soft"><a href="/metrics">/metrics</a> · <a href="/-/healthy">/-/healthy</a> · '

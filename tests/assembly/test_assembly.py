@@ -107,9 +107,7 @@ def test_what_does_not_exist_has_no_series() -> None:
 
 def test_parameters_of_a_layer_add_up_as_sums_of_squares() -> None:
     """Two matrices of one module, one series."""
-    other = replace(
-        SUMS, elements=12, gradient=-6.0, gradient_squared=16.0, update_squared=0.0009, changed=4.0
-    )
+    other = replace(SUMS, elements=12, gradient=-6.0, gradient_squared=16.0, weight_squared=9.0, update_squared=0.0009, changed=4.0)
     shot = assemble(sampled(ParameterReading(MATRIX, None, SUMS), ParameterReading(MATRIX, None, other)))
     assert shot.value(gradients.LAYER_GRAD_NORM, layer="fc") == pytest.approx(5.0)
     assert shot.value(gradients.LAYER_GRAD_MEAN, layer="fc") == pytest.approx(-0.25)

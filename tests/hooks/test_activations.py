@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from otel_train.catalog import MetricSpec, activations as act, loss as loss_catalog
+from otel_train.catalog import MetricSpec
+from otel_train.catalog import activations as act
+from otel_train.catalog import loss as loss_catalog
 from otel_train.hooks.module import DEAD_ROWS
 from otel_train.snapshot import Snapshot
 from otel_train.stats.activations import ROWS
@@ -209,7 +211,7 @@ def test_dead_units_are_found_after_enough_rows_and_not_before() -> None:
     """Three of 32 ReLUs have a bias that no input can overcome; DEAD_ROWS rows must have been seen to say so."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     with torch.no_grad():
-        model[0].bias[:3] = -1000.0
+        model[0].get_parameter("bias")[:3] = -1000.0
     watch = Watch(model[1])
     optimizer = sgd(model)
     with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
@@ -227,18 +229,18 @@ def test_a_unit_that_comes_back_to_life_is_not_dead_for_ever() -> None:
     """The window moves on: after 1,024 further rows at most, a revived unit is alive."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     with torch.no_grad():
-        model[0].bias[:3] = -1000.0
+        model[0].get_parameter("bias")[:3] = -1000.0
     optimizer = sgd(model)
     with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
         for step in range(DEAD_ROWS // ROWS):
             train_step(model, optimizer, step)
         assert problems.seen(monitor, sink).value(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO) == 3 / 32
         with torch.no_grad():
-            model[0].bias[:3] = 0.0
+            model[0].get_parameter("bias")[:3] = 0.0
         train_step(model, optimizer, 99)
         assert problems.seen(monitor, sink).value(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO) == 0
         with torch.no_grad():
-            model[0].bias[:5] = -1000.0
+            model[0].get_parameter("bias")[:5] = -1000.0
         for step in range(2 * DEAD_ROWS // ROWS + 1):
             train_step(model, optimizer, step)
         assert problems.seen(monitor, sink).value(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO) == 5 / 32
@@ -276,10 +278,8 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, 64) to logits."""
         hidden = self.first(x)
-        if self._reentrant is None:
-            hidden = self.middle(hidden)
-        else:
-            hidden = checkpoint(self.middle, hidden, use_reentrant=self._reentrant)
+        how = self._reentrant
+        hidden = self.middle(hidden) if how is None else checkpoint(self.middle, hidden, use_reentrant=how)
         logits: torch.Tensor = self.last(hidden)
         return logits
 
@@ -299,7 +299,7 @@ def test_recomputation_under_activation_checkpointing_counts_once(*, reentrant: 
         assert len(snapshot.find(act.LAYER_ACTIVATION_DEAD_UNIT_RATIO)) == 1
         assert len(watch.pre) == DEAD_ROWS // ROWS * (1 if reentrant is None else 2)
         with torch.no_grad():
-            model.middle[0].bias[0] = torch.inf
+            model.middle[0].get_parameter("bias")[0] = torch.inf
         train_step(model, optimizer, 0)
         snapshot = problems.seen(monitor, sink)
     assert snapshot.value(loss_catalog.NONFINITE, source="activation") == 2 * ROWS

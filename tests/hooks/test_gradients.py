@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from otel_train.catalog import gradients, monitor as monitor_catalog, run
+from otel_train.catalog import gradients, run
+from otel_train.catalog import monitor as monitor_catalog
 from otel_train.config import KINDS
 from otel_train.sampling import WHOLE
 from otel_train.snapshot import HistogramValue, Snapshot
@@ -190,7 +191,7 @@ def test_gradients_of_a_closure_are_those_of_its_last_call() -> None:
         return loss.item()
 
     with capture(model, optimizer, every_n_steps=1, kinds=KINDS) as (monitor, sink):
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch's
         check(model, problems.seen(monitor, sink), problems.gradients(model))
 
 

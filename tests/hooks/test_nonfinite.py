@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import otel_train
-from otel_train.catalog import MetricSpec, activations as act
-from otel_train.catalog import gradients, loss as loss_catalog, parameters, run, updates
+from otel_train.catalog import MetricSpec, gradients, parameters, run, updates
+from otel_train.catalog import activations as act
+from otel_train.catalog import loss as loss_catalog
 from otel_train.config import KINDS
 from otel_train.sinks.memory import MemorySink
 from otel_train.snapshot import Snapshot

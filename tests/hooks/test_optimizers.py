@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from otel_train.catalog import gradients, monitor as monitor_catalog, run, throughput, updates
+from otel_train.catalog import gradients, run, throughput, updates
+from otel_train.catalog import monitor as monitor_catalog
 from otel_train.config import KINDS
 from otel_train.testing import capture
 from tests import problems
@@ -41,7 +42,7 @@ def test_one_step_is_counted_however_often_the_closure_runs() -> None:
 
     with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
         for step in range(2):
-            optimizer.step(closure)
+            optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch's
             snapshot = problems.seen(monitor, sink)
             assert snapshot.value(run.STEPS) == step + 1
             assert snapshot.value(run.SAMPLED_STEP) == step + 1
@@ -62,7 +63,7 @@ def test_the_closure_gets_its_result_through_to_the_caller() -> None:
 
     expected = model(torch.ones(2, 4)).square().sum().item()
     with capture(model, optimizer, every_n_steps=1):
-        assert optimizer.step(closure).item() == expected  # type: ignore[attr-defined]  # torch says float
+        assert optimizer.step(closure).item() == expected
 
 
 def test_a_closure_that_raises_reaches_the_user_and_the_next_step_is_right() -> None:
@@ -138,7 +139,7 @@ def test_two_optimizers_of_one_class_are_told_apart() -> None:
 def test_parameter_groups_are_named_and_their_settings_exported() -> None:
     """A group's own name where it has one, else its index; rate, decay, betas and epsilon as they are at the step."""
     model = Mlp(hidden=16)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(model.first.parameters()), "name": "early", "lr": 3e-4, "weight_decay": 0.2},
         {"params": [*model.second.parameters(), *model.last.parameters(), *model.norm.parameters()]},
     ]
@@ -250,14 +251,14 @@ def test_compiled_models_export_update_ratios_that_equal_clones(how: str) -> Non
     names = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() > 1}
     root: nn.Module = model
     if how == "whole_then_attach":
-        root = torch.compile(model, backend="eager")
+        root = cast("nn.Module", torch.compile(model, backend="eager"))
     if how == "submodules":
         for block in model.blocks:
             block.compile(backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with capture(root, optimizer, every_n_steps=1, updates="exact") as (monitor, sink):
         if how == "attach_then_whole":
-            root = torch.compile(model, backend="eager")
+            root = cast("nn.Module", torch.compile(model, backend="eager"))
         for step in range(3):
             optimizer.zero_grad()
             problems.text_loss(root, problems.byte_ids(), step, batch=2, length=32).backward()  # type: ignore[no-untyped-call]  # torch's

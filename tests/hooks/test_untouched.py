@@ -106,7 +106,7 @@ def pickled(model: nn.Module) -> nn.Module:
     return loaded
 
 
-COPIES = {"torch_save": saved_and_loaded, "pickle": pickled, "deepcopy": copy.deepcopy}
+COPIES: dict[str, Callable[[Mlp], Mlp]] = {"torch_save": saved_and_loaded, "pickle": pickled, "deepcopy": copy.deepcopy}
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -330,11 +330,11 @@ def test_updates_read_nothing_on_the_host(shape: tuple[int, ...], dtype: torch.d
     """On tensors without values everything runs: nothing waits for the device."""
     with FakeTensorMode():
         weights = [torch.empty(shape, dtype=dtype, device=FAKE_DEVICE) for _ in range(2)]
-        assert updates.whole_sums(updates.read_whole(weights), weights).shape == (2, 3)
+        assert updates.whole_sums(updates.read_whole(weights), weights).shape == (2, 2)
         chosen = plan(shape, embedding=embedding)
         if not chosen.whole:
             draw, reader = Sampler(torch.device(FAKE_DEVICE)).draw(chosen), updates.SampledReader(weights, chosen)
             reader.choose_rows(weights, draw)
             reader.read(weights, draw, after=False)
             reader.read(weights, draw, after=True)
-            assert reader.sums().shape == (2, 7)
+            assert reader.sums().shape == (2, 5)
