@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -24,12 +24,14 @@ from typing_extensions import Self  # torch depends on it
 from otel_train import config as configuration
 from otel_train._version import __version__
 from otel_train.assembly import Assembler, LiveState, RunFacts
-from otel_train.catalog import throughput
 from otel_train.config import MonitorConfig, Rank
-from otel_train.errors import AttachError, ConfigError
+from otel_train.device import device_memory, device_name
+from otel_train.errors import ConfigError
 from otel_train.guard import PARTS, Guard
 from otel_train.hooks.attachment import Attachment
+from otel_train.hooks.loader import TimedLoader
 from otel_train.hooks.pending import Step
+from otel_train.hooks.targets import check_model, named_optimizers, unwrapped
 from otel_train.records import Coverage
 from otel_train.sinks import Sink
 from otel_train.sinks.endpoint import Endpoint
@@ -80,82 +82,14 @@ def attach(
         AttachError: The model or the optimizer cannot be monitored as it is.
     """
     chosen = configuration.make_config(config, settings)
-    _check_model(model)
-    optimizers = _named_optimizers(model, optimizer)
+    check_model(model)
+    optimizers = named_optimizers(model, optimizer)
     extra = _check_sinks(sinks)
     monitor = Monitor(model, optimizers, chosen, extra)
-    old = _monitors.get(_unwrap(model))
-    _monitors[_unwrap(model)] = monitor
+    old = _monitors.get(unwrapped(model))
+    _monitors[unwrapped(model)] = monitor
     monitor.start(old)
     return monitor
-
-
-def _check_model(model: object) -> None:
-    if type(model).__name__ in ("DeepSpeedEngine", "PipelineEngine"):
-        raise AttachError(
-            "expected an unwrapped model, got a DeepSpeed engine, which keeps gradients to itself; use DDP or FSDP2 (fully_shard)"
-        )
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
-    if isinstance(model, nn.DataParallel):
-        raise AttachError(
-            "expected a model that lives on one device, got nn.DataParallel, whose replicas hooks cannot see; "
-            "use DistributedDataParallel, or attach to model.module without it"
-        )
-    sharded = [name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"]
-    if sharded or type(model).__name__ == "FullyShardedDataParallel":
-        raise AttachError(
-            f"expected parameters that are whole on each rank, got sharded ones ({sharded[0] if sharded else 'FSDP'}); "
-            "this version would export a shard's values as the layer's, so it exports none"
-        )
-
-
-def _named_optimizers(model: nn.Module, given: object) -> dict[str, Optimizer]:
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        named = {str(name): _unwrapped_optimizer(value) for name, value in given.items()}
-    elif isinstance(given, (list, tuple)):
-        named = _numbered([_unwrapped_optimizer(value) for value in given])
-    else:
-        named = _numbered([_unwrapped_optimizer(given)])
-    if not named:
-        raise AttachError("expected an optimizer, several, or None, got an empty collection")
-    own = {id(parameter) for parameter in model.parameters()}
-    if not own:
-        raise AttachError(f"expected a model with trainable parameters, got {type(model).__name__} with no parameters at all")
-    for name, optimizer in named.items():
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise AttachError(
-                f"expected an optimizer that holds parameters of this model, but {name} holds none of them; "
-                "make the optimizer from the same model, after it is wrapped or moved"
-            )
-    return named
-
-
-def _unwrapped_optimizer(optimizer: object) -> Optimizer:
-    while not isinstance(optimizer, Optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            raise AttachError(
-                f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-                "an optimizer of your own can be monitored if it is a subclass of torch.optim.Optimizer"
-            )
-        optimizer = inner
-    # accelerate's wrapper is an Optimizer itself, but without hooks
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _numbered(optimizers: list[Optimizer]) -> dict[str, Optimizer]:
-    """Name optimizers after their classes, with a number from the second of a class on."""
-    named: dict[str, Optimizer] = {}
-    for optimizer in optimizers:
-        name, number = type(optimizer).__name__, 2
-        while name in named:
-            name, number = f"{type(optimizer).__name__}{number}", number + 1
-        named[name] = optimizer
-    return named
 
 
 def _check_sinks(sinks: object) -> list[Sink]:
@@ -167,12 +101,6 @@ def _check_sinks(sinks: object) -> list[Sink]:
             raise ConfigError(f"sinks: expected objects with publish and close, got {type(sink).__name__}")
         found.append(sink)
     return found
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside of a compiled one, which is what a second attachment would hook too."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 class Monitor:
@@ -226,12 +154,12 @@ class Monitor:
 
     def _facts(self, model: nn.Module, rank: Rank, device: torch.device) -> RunFacts:
         config = self._config
-        name, uuid = _device_name(device)
+        name, uuid = device_name(device)
         peak, source = (config.peak_flops, "given") if config.peak_flops else (peak_flops(name), "table")
         base = {"run": configuration.run_name(config), "rank": str(rank.rank), **config.labels}
         return RunFacts(
             base_labels=tuple(base.items()),
-            model=type(_unwrap(model)).__name__,
+            model=type(unwrapped(model)).__name__,
             world_size=rank.world_size,
             torch_version=torch.__version__,
             version=__version__,
@@ -253,7 +181,7 @@ class Monitor:
         if given is not None:
             return lambda _: given
         shape = transformer_shape(model)
-        peak = self._config.peak_flops or peak_flops(_device_name(self._device)[0])
+        peak = self._config.peak_flops or peak_flops(device_name(self._device)[0])
         if shape is None:
             _LOG.info("MFU is not exported: no transformer found by its shapes; give flops_per_token to have it")
             return lambda _: None
@@ -291,7 +219,7 @@ class Monitor:
             live = self._live
             seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds}
             live.monitor_seconds, live.monitor_errors = seconds, dict(self._guard.errors)
-            live.memory = _memory(self._device)
+            live.memory = device_memory(self._device)
             snapshot = self._assembler.snapshot(live, time.time())
             self._prometheus.publish(snapshot)
         for sink in self._sinks:
@@ -344,7 +272,7 @@ class Monitor:
 
     def data(self, loader: Iterable[_Batch]) -> TimedLoader[_Batch]:
         """Iterate over a loader and measure the wait for each batch."""
-        return TimedLoader(loader, self)
+        return TimedLoader(loader, self.waited)
 
     def waited(self, seconds: float) -> None:
         """Take a wait for data, as ``data`` measures it; for loops that fetch batches by other means."""
@@ -526,61 +454,6 @@ class Monitor:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._previous_sigterm)
         self._previous_sigterm = None
-
-
-class TimedLoader(Generic[_Batch]):
-    """A loader whose batches' waits are measured; its other attributes are the loader's own."""
-
-    def __init__(self, loader: Iterable[_Batch], monitor: Monitor) -> None:
-        self._loader, self._monitor = loader, monitor
-
-    def __iter__(self) -> Iterator[_Batch]:
-        iterator = iter(self._loader)
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            self._monitor.waited(time.perf_counter() - began)
-            yield batch
-
-    def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"object of type {type(self._loader).__name__!r} has no len()")
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-def _device_name(device: torch.device) -> tuple[str, str]:
-    """Return a device's name and, where it has one, its UUID."""
-    if device.type in ("cpu", "meta"):
-        return device.type, ""
-    with contextlib.suppress(Exception):
-        properties = torch.get_device_module(device).get_device_properties(device)
-        return str(properties.name), str(getattr(properties, "uuid", ""))
-    return device.type, ""
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    """Return the accelerator's memory by metric name; asks the host's allocator, not the device."""
-    if device.type in ("cpu", "meta"):
-        return {}
-    stats = getattr(torch.get_device_module(device), "memory_stats", None)
-    return memory_values(stats(device)) if stats is not None else {}
-
-
-def memory_values(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Pick what is exported out of ``torch.cuda.memory_stats``."""
-    keys = {
-        throughput.MEMORY_ALLOCATED.name: "allocated_bytes.all.current",
-        throughput.MEMORY_RESERVED.name: "reserved_bytes.all.current",
-        throughput.MEMORY_PEAK.name: "allocated_bytes.all.peak",
-        throughput.ALLOCATOR_RETRIES.name: "num_alloc_retries",
-    }
-    return {name: float(stats[key]) for name, key in keys.items() if key in stats}
 
 
 def _model_gone(reference: weakref.ref[Monitor]) -> None:

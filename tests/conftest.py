@@ -15,3 +15,4 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("OTEL_", "SLURM_", "TORCHELASTIC_")) or name in {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
             monkeypatch.delenv(name)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the tests' models are too small for more

@@ -11,7 +11,16 @@ PACKAGE = Path(__file__).parent.parent / "otel_train"
 HOST_READS = {"item", "tolist", "cpu", "numpy", "bincount", "masked_select", "nonzero"}
 DEVICE_ARM = sorted(
     path
-    for pattern in ("stats/*.py", "hooks/*.py", "sampling.py", "layers.py", "monitor.py", "detect/*.py", "assembly/*.py")
+    for pattern in (
+        "stats/*.py",
+        "hooks/*.py",
+        "sampling.py",
+        "layers.py",
+        "device.py",
+        "monitor.py",
+        "detect/*.py",
+        "assembly/*.py",
+    )
     for path in PACKAGE.glob(pattern)
 )
 
@@ -35,11 +44,11 @@ def test_a_planted_host_read_is_found() -> None:
 
 
 def test_functions_and_files_stay_short() -> None:
-    """Functions under 60 lines, files under 600: past that a newcomer cannot hold them."""
+    """Functions of up to 60 lines, files of up to 500: past that a newcomer cannot hold them."""
     long_functions, long_files = [], []
     for path in PACKAGE.rglob("*.py"):
         source = path.read_text()
-        if source.count("\n") > 600:
+        if source.count("\n") > 500:
             long_files.append(path.name)
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         long_functions += [f"{path.name}:{f.name}" for f in functions if (f.end_lineno or 0) - f.lineno > 60]

@@ -165,6 +165,22 @@ def test_a_refused_second_attach_leaves_the_first_monitor_running() -> None:
         assert snapshot.value(run.STEPS) == 1
 
 
+class Circular:
+    """Has itself as its inner optimizer."""
+
+    @property
+    def optimizer(self) -> Circular:
+        """Return itself."""
+        return self
+
+
+@pytest.mark.timeout(10)
+def test_a_wrapper_that_wraps_itself_is_refused_and_does_not_hang() -> None:
+    """Unwrapping ends: at an object that was seen before, too."""
+    with pytest.raises(otel_train.AttachError, match=r"expected a torch\.optim\.Optimizer, got Circular"):
+        otel_train.attach(mlp(), Circular(), port=None)  # type: ignore[arg-type]  # the mistake
+
+
 def free_port() -> int:
     """Return a port that nothing listens on."""
     with socket.socket() as server:

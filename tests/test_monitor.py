@@ -146,6 +146,23 @@ def test_the_phase_train_is_training() -> None:
     assert durations(snapshot).total >= 0.3
 
 
+def test_steps_made_in_another_phase_do_not_shorten_the_step_after_it() -> None:
+    """A phase with steps of its own, then a step of 0.3 s: its time is its own, and not what is left of it after the phase's."""
+    model = Mlp(hidden=16)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        step_once(model, optimizer)
+        with monitor.phase("finetune"):
+            for _ in range(2):
+                time.sleep(0.3)
+                step_once(model, optimizer)
+        before = durations(problems.seen(monitor, sink)).total
+        time.sleep(0.3)
+        step_once(model, optimizer)
+        after = durations(problems.seen(monitor, sink)).total
+    assert after - before >= 0.3
+
+
 def test_phases_are_few() -> None:
     """A name made of the step's number does not make a series a step."""
     model = Mlp(hidden=16)

@@ -227,8 +227,9 @@ class Recorder:
         self._step.data_wait += seconds
 
     def paused(self, seconds: float) -> None:
-        """The loop was in another phase for so long."""
-        self._paused += seconds
+        """The loop was in another phase for so long, until now; a step that ended in it counted its own time."""
+        since_step = seconds if self._last_end is None else time.perf_counter() - self._last_end
+        self._paused += min(seconds, since_step)
 
     def release(self) -> None:
         """Let go of everything that holds the model's parameters."""

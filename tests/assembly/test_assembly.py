@@ -240,7 +240,7 @@ def test_restored_steps_move_gauges_and_not_counters() -> None:
 
 def test_accelerator_memory_is_shown_where_there_is_some() -> None:
     """By the names of torch.cuda.memory_stats."""
-    from otel_train.monitor import memory_values
+    from otel_train.device import memory_values
 
     stats = {
         "allocated_bytes.all.current": 10,

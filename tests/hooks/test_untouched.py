@@ -10,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def pickled(model: nn.Module) -> nn.Module:
     return loaded
 
 
-COPIES: dict[str, Callable[[Mlp], Mlp]] = {"torch_save": saved_and_loaded, "pickle": pickled, "deepcopy": copy.deepcopy}
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {"torch_save": saved_and_loaded, "pickle": pickled, "deepcopy": copy.deepcopy}
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -161,6 +162,7 @@ def test_a_pickle_of_an_attached_model_loads_where_otel_train_is_not_installed(t
     assert importlib.util.find_spec("otel_train") is not None
     code = """
 import sys
+from collections.abc import Callable
 sys.modules["otel_train"] = None  # makes every import of it fail
 import torch
 saved = torch.load("model.pt", weights_only=False)
