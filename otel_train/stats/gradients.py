@@ -36,8 +36,8 @@ def magnitude_samples(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw 
     """Return the elements that the histogram counts, (n, k) fp32, of n gradients of one shape."""
     if draw is None:
         return torch.stack([flat(g) for g in gradients]).float()
-    picked = [flat(g).view(-1, plan.width).index_select(0, draw.magnitude_lines) for g in gradients]
-    return torch.stack(picked).float().view(len(gradients), -1)
+    elements = [flat(g) if plan.width == 1 else flat(g).view(-1, plan.width) for g in gradients]
+    return torch.stack([e.index_select(0, draw.magnitude_lines) for e in elements]).float().view(len(gradients), -1)
 
 
 def magnitudes(samples: torch.Tensor) -> torch.Tensor:
