@@ -61,9 +61,11 @@ def test_the_demo_gives_the_url_first_and_a_verdict_last() -> None:
     assert re.match(r"Look inside:  http://localhost:\d+/", lines[0])
     assert re.search(r"step 24/24  loss \d\.\d+  lr \d\.\d\de-\d\d  median log10 update ratio -\d\.\d\d", result.stdout)
     assert re.search(r"Loss \d\.\d+ \(smoothed\), \d\.\d+ on held-out text", result.stdout)
-    assert re.search(r"Median log10 update ratio -\d\.\d\d .*: (within|below|above) the usual -3.5 to -2.5\.", result.stdout)
-    assert re.search(r"Slowest layers: \S+ \(-\d\.\d\d\)", result.stdout)
-    assert re.search(r"Fastest layers: \S+ \(-\d\.\d\d\)", result.stdout)
+    assert re.search(
+        r"Median log10 update ratio -\d\.\d\d over the run .*: (within|below|above) the usual -3.5 to -2.5", result.stdout
+    )
+    assert re.search(r"Slowest layers at the end: \S+ \(-\d\.\d\d\)", result.stdout)
+    assert re.search(r"Fastest: \S+ \(-\d\.\d\d\)", result.stdout)
     assert re.search(r"Monitoring took \d+\.\d\d s, \d+\.\d\d % of the training, .* every 4 steps\.", lines[-1])
 
 

@@ -16,7 +16,7 @@ from otel_train.demo.model import GPT
 from otel_train.demo.progress import Progress, make_progress
 from otel_train.demo.verdict import verdict
 
-BATCH, WARMUP_SHARE, PEAK_LEARNING_RATE, CLIP_NORM = 16, 0.1, 5e-4, 1.0
+BATCH, WARMUP_SHARE, PEAK_LEARNING_RATE, CLIP_NORM = 8, 0.1, 5e-4, 1.0
 _EVAL_EVERY, _EVAL_BATCHES = 100, 4
 
 
@@ -43,9 +43,11 @@ def run_demo(options: DemoOptions) -> None:
     warmup = max(1, round(options.steps * WARMUP_SHARE))
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, options.steps))
     given: dict[str, Any] = {"port": options.port, "every_n_steps": options.every_n_steps}
+    seen = otel_train.MemorySink()
     monitor = otel_train.attach(
         model,
         optimizer,
+        sinks=[seen],
         planned_steps=options.steps,
         warmup_steps=warmup,
         **{name: value for name, value in given.items() if value is not None},
@@ -56,8 +58,7 @@ def run_demo(options: DemoOptions) -> None:
         with make_progress(options.steps) as progress:
             validation = _train(monitor, model, optimizer, schedule, corpus, steps=options.steps, progress=progress)
         monitor.flush()
-        if monitor.snapshot is not None:
-            print("\n" + verdict(monitor.snapshot, validation, time.perf_counter() - began))
+        print("\n" + verdict(seen.snapshots, validation, time.perf_counter() - began))
         if options.hold:
             print(f"\nServing the last values at {monitor.url} until Ctrl-C.")
             monitor.close(linger_seconds=math.inf)

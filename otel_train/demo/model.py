@@ -78,6 +78,6 @@ class GPT(nn.Module):
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=0.04)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
