@@ -34,7 +34,7 @@ def test_a_model_of_bytes_starts_at_the_entropy_of_bytes() -> None:
     model, corpus = GPT(), Corpus.from_standard_library()
     inputs, targets = next(corpus.batches(corpus.training, 4, model.context, torch.Generator().manual_seed(0), 1))
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert float(model(inputs, targets).detach()) == pytest.approx(5.545, abs=0.2)
+    assert float(model(inputs, targets).detach()) == pytest.approx(5.545, abs=0.4)
 
 
 def test_the_text_is_real_and_the_held_out_part_is_not_trained_on() -> None:

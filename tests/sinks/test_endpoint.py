@@ -345,7 +345,7 @@ def test_the_port_is_free_after_close() -> None:
             assert monitor.port == port
 
 
-def test_close_ends_deadlines_that_were_kept_alive(served: Served) -> None:
+def test_close_ends_connections_that_were_kept_alive(served: Served) -> None:
     """Prometheus keeps its connection: left open it would go on reading the old run's values after the port has a new owner."""
     with served.connect() as connection:
         connection.sendall(b"GET /-/healthy HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -503,7 +503,7 @@ def test_a_client_that_does_not_read_is_dropped(impatient: Served) -> None:
     assert impatient.failures == []
 
 
-def test_two_hundred_idle_deadlines_take_few_threads_and_a_scrape_comes_through(impatient: Served) -> None:
+def test_two_hundred_idle_connections_take_few_threads_and_a_scrape_comes_through(impatient: Served) -> None:
     """A flood takes neither the training's memory nor, for longer than a time-out, its scrapes."""
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
