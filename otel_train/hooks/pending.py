@@ -95,6 +95,7 @@ class Step:
     def resolve(self) -> StepRecord:
         """Wait for the numbers and return the record; for the monitor's own thread."""
         numbers = self.numbers.values()
+        observed_scale = _last(numbers, "loss_scale")
         skipped = self.scale_fell or any(value > 0 for value in numbers.get("found_inf", ()))
         return StepRecord(
             finished_at=self.finished_at,
@@ -110,7 +111,7 @@ class Step:
             grad_norm=_grad_norm(numbers),
             # torch scales by max_norm / (norm + 1e-6) where that is below 1
             clipped=any(norm + 1e-6 > limit for norm, limit in zip(numbers.get("clip_norm", ()), self.max_norms, strict=False)),
-            loss_scale=_last(numbers, "loss_scale"),
+            loss_scale=observed_scale if observed_scale is not None else _last(numbers, "grad_scale"),
             groups=tuple(_settings(labels, numbers) for labels in self.groups),
             precision=self.precision,
             # what was measured around a step that did not happen says nothing

@@ -170,7 +170,7 @@ class Recorder:
 
     def _note_scale(self, scale: object) -> None:
         if isinstance(scale, torch.Tensor):
-            self._step.numbers.add("loss_scale", scale)
+            self._step.numbers.add("grad_scale", scale)
 
     # --- what the user tells
 

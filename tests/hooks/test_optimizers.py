@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from otel_train.catalog import gradients, run, throughput, updates
+from otel_train.catalog import loss as loss_catalog
 from otel_train.catalog import monitor as monitor_catalog
 from otel_train.config import KINDS
 from otel_train.testing import capture
@@ -274,3 +275,31 @@ def test_compiled_models_export_update_ratios_that_equal_clones(how: str) -> Non
     assert sum(s.value for s in snapshot.find(monitor_catalog.MONITOR_ERRORS) if isinstance(s.value, (int, float))) == 0
     (info,) = snapshot.find(run.RUN_INFO)
     assert info.labels[0] == "Gpt"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled_first", [False, True])
+def test_a_grad_scalers_gradients_are_shown_unscaled_and_its_skipped_steps_counted(*, fused: bool, unscaled_first: bool) -> None:
+    """A fused optimizer sees scaled gradients in its step, and is called even for a step that does not happen."""
+    model = Mlp(hidden=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+    true_norm = problems.everything(problems.gradients(model)).norm().item()
+    optimizer.zero_grad()
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for factor in (1.0, float("inf")):
+            loss = problems.vector_loss(model, 0) * factor
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
+            if unscaled_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            monitor.observe(loss_scale=scaler.get_scale())
+            snapshot = problems.seen(monitor, sink)
+            assert snapshot.value(gradients.GRAD_NORM, stage="post_clip") == pytest.approx(true_norm, rel=1e-5)
+    assert snapshot.value(run.STEPS) == 1
+    assert snapshot.value(run.SKIPPED_STEPS) == 1
+    assert snapshot.value(loss_catalog.LOSS_SCALE) == 512.0
+    assert (snapshot.value(updates.UPDATE_RATIO) or 0) > 0
