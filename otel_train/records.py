@@ -93,7 +93,7 @@ class GroupSettings:
 
     optimizer: str
     param_group: str
-    learning_rate: float
+    learning_rate: float | None = None
     peak_learning_rate: float | None = None
     weight_decay: float | None = None
     beta1: float | None = None

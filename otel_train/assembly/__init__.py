@@ -238,7 +238,7 @@ class Assembler:
                 if value is not None:
                     yield Sample(spec, labels, value)
             expected = self._expected_learning_rate(group.peak_learning_rate)
-            if expected:
+            if expected and group.learning_rate is not None:
                 yield Sample(run.LEARNING_RATE_EXPECTED_RATIO, labels, group.learning_rate / expected)
 
     def _expected_learning_rate(self, peak: float | None) -> float | None:

@@ -113,7 +113,8 @@ class Attachment:
         layers = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None)
         self._cover(
             Coverage(
-                trainable_parameters=sum(p.tensor.numel() for p in layer_map.parameters),
+                # a complex element is two real ones, here as in every sum
+                trainable_parameters=sum(p.tensor.numel() * (1 + p.tensor.is_complex()) for p in layer_map.parameters),
                 dropped_layers=layer_map.dropped_layers,
                 layers=tuple(layers),
                 sites=tuple((site.layer, site.depth) for site in layer_map.sites),

@@ -140,5 +140,4 @@ def _grad_norm(numbers: dict[Hashable, list[float]]) -> float | None:
 
 
 def _settings(labels: tuple[str, str], numbers: dict[Hashable, list[float]]) -> GroupSettings:
-    facts = [_last(numbers, (name, *labels)) for name in GROUP_FACTS]
-    return GroupSettings(*labels, facts[0] if facts[0] is not None else float("nan"), *facts[1:])
+    return GroupSettings(*labels, *(_last(numbers, (name, *labels)) for name in GROUP_FACTS))

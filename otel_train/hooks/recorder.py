@@ -99,7 +99,7 @@ class Recorder:
             self._step.sequence_length = first.shape[1]
         kind = first.device.type
         name = str(self._dtype).removeprefix("torch.")
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             name += f", autocast {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
         self._precision = name
 

@@ -303,3 +303,69 @@ def test_a_grad_scalers_gradients_are_shown_unscaled_and_its_skipped_steps_count
     assert snapshot.value(run.SKIPPED_STEPS) == 1
     assert snapshot.value(loss_catalog.LOSS_SCALE) == 512.0
     assert (snapshot.value(updates.UPDATE_RATIO) or 0) > 0
+
+
+class Plain(Optimizer):
+    """An optimizer whose groups have no settings at all."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as optimizers are written by hand
+        """Descend."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(0.1 * parameter.grad)
+
+
+def test_a_group_without_a_learning_rate_has_no_series_of_one() -> None:
+    """Neither NaN nor 0."""
+    model = Mlp(hidden=16)
+    optimizer = Plain(model.parameters())
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.find(run.LEARNING_RATE) == []
+    assert (snapshot.value(updates.UPDATE_RATIO) or 0) > 0
+
+
+class Odd(nn.Module):
+    """Parameters of every kind that a model may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.mix = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.tokens = nn.Embedding(3000, 8, sparse=True)
+        self.wide = nn.Linear(8, 8, dtype=torch.float64)
+        self.narrow = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, *, ids: torch.Tensor) -> torch.Tensor:
+        """Map (batch,) ids to a loss, ()."""
+        x = self.narrow(self.wide((self.tokens(ids) * self.scale).double()).bfloat16())
+        mixed = (x.to(torch.complex64) @ self.mix).abs().square().mean()
+        rest: torch.Tensor = mixed + sum(part.square().sum() for part in self.parts) + self.nothing.sum()
+        return rest
+
+
+def test_parameters_of_every_kind_are_measured() -> None:
+    """0-d, complex, sparse gradients, fp64, bf16, empty; keyword arguments only; a learning rate that is a tensor."""
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01))
+    with capture(model, optimizer, every_n_steps=1, kinds=KINDS) as (monitor, sink):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(ids=torch.randint(0, 3000, (4,))).backward()
+            optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert sum(float(s.value) for s in snapshot.find(monitor_catalog.MONITOR_ERRORS) if isinstance(s.value, (int, float))) == 0
+    ratios = problems.layer_values(snapshot, updates.LAYER_UPDATE_RATIO)
+    assert {name for name, _ in ratios} == {"scale", "mix", "tokens", "wide", "narrow", "parts"}
+    assert all(value > 0 for value in ratios.values())
+    assert snapshot.value(monitor_catalog.MONITORED_PARAMETERS) == snapshot.value(monitor_catalog.TRAINABLE_PARAMETERS)
+    assert snapshot.value(run.LEARNING_RATE) == pytest.approx(0.01)
