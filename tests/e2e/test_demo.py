@@ -1,0 +1,67 @@
+"""The demo itself, scraped by real Prometheus 3.5 and 2.42 at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from otel_train.catalog import CATALOG, Instrument, activations, loss, throughput
+from tests.servers import VERSIONS, Prometheus, Version, find_program, free_port, get, prometheus, stop
+
+NOT_IN_THE_DEMO = {
+    throughput.MEMORY_ALLOCATED.prometheus_name: "no accelerator",
+    throughput.MEMORY_RESERVED.prometheus_name: "no accelerator",
+    throughput.MEMORY_PEAK.prometheus_name: "no accelerator",
+    throughput.ALLOCATOR_RETRIES.prometheus_name: "no accelerator",
+    loss.LOSS_SCALE.prometheus_name: "fp32, so no scaler",
+    activations.LAYER_ACTIVATION_SATURATED_RATIO.prometheus_name: "GELU does not saturate",
+}
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = [pytest.mark.servers, pytest.mark.slow]
+
+
+def _missing(server: Prometheus) -> set[str]:
+    """Return the metrics that the server has never had a value of."""
+    names = {name: f"{name}_bucket" if spec.instrument is Instrument.HISTOGRAM else name for name, spec in CATALOG.items()}
+    return {name for name, stored in names.items() if not server.query(f"last_over_time({stored}[10m])")}
+
+
+def test_both_servers_store_the_whole_catalog_of_the_demo_and_its_end(tmp_path: Path) -> None:
+    """`up` is 1 while it runs, each metric that applies has been stored, promtool finds nothing, `run_active` ends at 0."""
+    environment = {**os.environ, "OTEL_TRAIN_PEAK_FLOPS": "1e12", "OTEL_TRAIN_RUN": "demo"}
+    port, log = free_port(), tmp_path / "demo.log"
+    command = [sys.executable, "-u", "-m", "otel_train", "demo", "--steps", "150", "--port", str(port), "--every-n-steps", "4"]
+    up: dict[str, list[float]] = {version: [] for version in VERSIONS}
+    exposition = ""
+    # the servers first: the warmup, in which some metrics exist only, is a few seconds long
+    with prometheus("current", {"demo": port}) as current, prometheus("stable", {"demo": port}) as stable:
+        servers: dict[Version, Prometheus] = {"current": current, "stable": stable}
+        time.sleep(6)  # they scrape about 5 s after their start
+        with log.open("w") as output:
+            demo = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        try:
+            while demo.poll() is None:
+                for version, server in servers.items():
+                    up[version] += [series.value for series in server.query("up")]
+                if "step 144/150" in log.read_text() and not exposition:
+                    exposition = get(f"http://127.0.0.1:{port}/metrics")
+                time.sleep(0.5)
+        finally:
+            stop(demo)
+        assert demo.returncode == 0, log.read_text()
+        for version, server in servers.items():
+            assert 1.0 in up[version]
+            assert _missing(server) == set(NOT_IN_THE_DEMO)
+            (active,) = server.query("last_over_time(otel_train_run_active[10m])")
+            assert (active.value, active.labels["run"], active.labels["rank"]) == (0, "demo", "0")
+    for version in VERSIONS:
+        checked = subprocess.run(
+            [find_program(version, "promtool"), "check", "metrics"], input=exposition, capture_output=True, text=True, check=False
+        )
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
