@@ -218,7 +218,9 @@ class Monitor:
         with self._guard.part("export"):
             live = self._live
             seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds}
-            live.monitor_seconds, live.monitor_errors = seconds, dict(self._guard.errors)
+            lost = self._worker.dropped  # steps that this thread was too slow for
+            errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
+            live.monitor_seconds, live.monitor_errors = seconds, errors
             live.memory = device_memory(self._device)
             snapshot = self._assembler.snapshot(live, time.time())
             self._prometheus.publish(snapshot)

@@ -340,3 +340,19 @@ def test_the_registry_can_be_mounted_elsewhere() -> None:
         problems.seen(monitor, sink)
         assert monitor.registry.get_sample_value("otel_train_steps_total", {"run": "r", "rank": "0"}) == 1
     assert {metric.name for metric in prometheus_client.REGISTRY.collect()} == before
+
+
+def test_steps_that_the_monitors_thread_could_not_take_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost in silence: the oldest step is dropped for a new one, and shows as an error of the export."""
+    model = Mlp(hidden=16)
+    optimizer = sgd(model)
+    with capture(model, optimizer) as (monitor, sink):
+        monkeypatch.setattr(monitor._worker, "_limit", 2)
+        monkeypatch.setattr(monitor._worker, "_period", 0.0)
+        with monitor._worker._changed:  # the thread cannot take anything now
+            for _ in range(5):
+                step_once(model, optimizer)
+            monitor._attachment.recorder.close_step()  # type: ignore[union-attr]  # it is attached
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(run.STEPS) == 2
+    assert snapshot.value(monitor_catalog.MONITOR_ERRORS, part="export") == 3
