@@ -189,7 +189,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for entry in dataclasses.fields(MonitorConfig):
         for variable in (f"OTEL_TRAIN_{entry.name.upper()}", *entry.metadata["also"]):
-            if variable in environ:
+            if environ.get(variable):  # an empty one is as good as none, as OpenTelemetry has it
                 settings[entry.name] = _read(variable, environ[variable], entry.metadata["parse"])
                 break
     return settings

@@ -88,7 +88,11 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
         )
     modules = _activation_modules(model, strip, wanted=config.activations)
     rule = _layer_rule(config.layers)
-    if all(rule(parameter) is None for parameter in found):
+    names: list[object] = [rule(parameter) for parameter in found]
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise AttachError(f"layers: expected the callable to return a layer's name or None, got {name!r}")
+    if all(name is None for name in names):
         raise AttachError(f"layers: the callable returned None for every parameter; it is given names like {found[0].name!r}")
     rule, kinds, dropped, note = _within_budget(found, rule, groups, config)
     by_block = config.layers == "block" or len(modules) > config.max_layers

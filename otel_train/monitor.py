@@ -106,7 +106,8 @@ def _check_sinks(sinks: object) -> list[Sink]:
 class Monitor:
     """A running attachment: made by ``attach``, ended by ``close`` or by leaving its ``with`` block.
 
-    No method raises into the training, waits for the device, or blocks, except ``flush`` and ``close``, which wait as they say.
+    No method raises into the training, waits for the device, or blocks, except ``flush``, ``close`` and the two of the state, which
+    wait for the monitor's own thread.
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: MonitorConfig, sinks: Sequence[Sink]) -> None:
@@ -217,13 +218,15 @@ class Monitor:
     def _publish(self) -> None:
         with self._guard.part("export"):
             live = self._live
-            seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds}
+            seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds, "endpoint": self._prometheus.seconds}
             lost = self._worker.dropped  # steps that this thread was too slow for
             errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
             live.monitor_seconds, live.monitor_errors = seconds, errors
             live.memory = device_memory(self._device)
-            snapshot = self._assembler.snapshot(live, time.time())
-            self._prometheus.publish(snapshot)
+            self._prometheus.publish(self._assembler.snapshot(live, time.time()))
+        snapshot = self.snapshot
+        if snapshot is None:
+            return
         for sink in self._sinks:
             with self._guard.part("export"):
                 sink.publish(snapshot)
@@ -246,7 +249,7 @@ class Monitor:
             tokens: Tokens in the micro-batch.
             samples: Samples in the micro-batch.
             grad_norm: L2 norm of the gradient before clipping, if it is clipped by other means than ``clip_grad_norm_``.
-            loss_scale: The GradScaler's scale (``scaler.get_scale()``).
+            loss_scale: The GradScaler's scale (``scaler.get_scale()``), after ``scaler.update()``: a fall tells of a skipped step.
         """
         if self._attachment is not None and not self._closed:
             self._attachment.recorder.observe(loss, tokens, samples, grad_norm, loss_scale)
@@ -369,7 +372,7 @@ class Monitor:
     # --- the end
 
     def flush(self, timeout_seconds: float = _FLUSH_SECONDS) -> bool:
-        """Wait until every step made so far is published.
+        """Wait until every step made so far is published; the step under way ends here, so call it after ``observe``.
 
         Returns:
             Whether that came about in time.
@@ -425,7 +428,7 @@ class Monitor:
         """In a forked process, let go of what belongs to the training process."""
         self._closed = True
         if self._attachment is not None:
-            self._attachment.gate.active = self._attachment.gate.sample = False
+            self._attachment.remove()
         if self._endpoint is not None:
             self._endpoint.close_in_child()
 

@@ -42,9 +42,10 @@ def _pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Event | 
     packed = torch.cat([tensor.detach().reshape(-1).to(wide_dtype(device)) for tensor in tensors])
     if device.type == "cpu":
         return packed, None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True, device="cpu")
     host.copy_(packed, non_blocking=True)
-    event = torch.get_device_module(device).Event()
+    # CUDA's default wait spins, which would cost the training a core
+    event = torch.get_device_module(device).Event(**({"blocking": True} if device.type == "cuda" else {}))
     event.record()
     return host, event
 

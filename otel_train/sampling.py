@@ -120,7 +120,7 @@ class Sampler:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         self._wide = wide_dtype(device)
         # One offset a stratum. fp64, since fp32 cannot number more than 2^24 lines.
-        self._offsets = torch.rand(_CAP, dtype=torch.float64, generator=generator).to(device, self._wide)
+        self._offsets = torch.rand(_CAP, dtype=torch.float64, generator=generator, device="cpu").to(device, self._wide)
         self._strata = torch.arange(_CAP, dtype=self._wide, device=device)
         self._phase = 0
         self._drawn: dict[Plan, Draw] = {}
@@ -149,5 +149,5 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def work_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the type in which a tensor's elements are worked on: fp32, fp64 for fp64."""
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    """Return the type in which a tensor's elements are worked on: fp32, fp64 for fp64 and complex128."""
+    return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32

@@ -136,3 +136,8 @@ def test_names_that_are_not_utf8_are_made_printable() -> None:
     assert run_name(MonitorConfig(), {"SLURM_JOB_ID": "caf\udce9"}) == "caf?"
     assert run_name(MonitorConfig(run="\udce9"), {}) == "?"
     assert MonitorConfig(labels={"team": "\udce9"}).labels == {"team": "?"}
+
+
+def test_an_empty_variable_is_as_good_as_none() -> None:
+    """As the OpenTelemetry specification has it."""
+    assert settings_from_environment({"OTEL_EXPORTER_PROMETHEUS_PORT": "", "OTEL_TRAIN_RUN": ""}) == {}

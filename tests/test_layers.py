@@ -14,6 +14,7 @@ from otel_train.catalog import activations as act
 from otel_train.catalog import gradients, parameters, updates
 from otel_train.catalog import monitor as monitor_catalog
 from otel_train.config import MonitorConfig
+from otel_train.errors import AttachError
 from otel_train.layers import LayerMap, block_of, map_layers
 from otel_train.testing import capture
 from tests import problems
@@ -250,3 +251,9 @@ def test_parameters_of_the_root_itself_have_their_own_names() -> None:
     """They belong to no child module."""
     model = nn.Linear(4, 2)
     assert names(mapped(model, kinds=("matrix", "vector"))) == ["weight", "bias"]
+
+
+def test_a_callable_that_returns_no_name_is_refused() -> None:
+    """A number would fail every scrape."""
+    with pytest.raises(AttachError, match="expected the callable to return a layer's name or None, got 3"):
+        mapped(Mlp(hidden=16), layers=lambda _: 3)

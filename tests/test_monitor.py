@@ -356,3 +356,30 @@ def test_steps_that_the_monitors_thread_could_not_take_are_counted(monkeypatch: 
         snapshot = problems.seen(monitor, sink)
     assert snapshot.value(run.STEPS) == 2
     assert snapshot.value(monitor_catalog.MONITOR_ERRORS, part="export") == 3
+
+
+def test_evaluation_says_nothing_of_the_training() -> None:
+    """Waits and losses within another phase are not those of a step."""
+    model = Mlp(hidden=16)
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        monitor.observe(loss=step_once(model, optimizer))
+        expected = problems.seen(monitor, sink).value(loss_catalog.LOSS)
+        with monitor.phase("eval"):
+            monitor.waited(3.0)
+            monitor.observe(loss=99.0, tokens=1000)
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(loss_catalog.LOSS) == expected
+    assert snapshot.value(throughput.DATA_WAIT_SECONDS) == 0
+    assert snapshot.value(throughput.TOKENS) == 0
+
+
+def test_the_default_device_does_not_matter() -> None:
+    """A context that makes tensors elsewhere, as models are initialised under, does not reach ours."""
+    model = Mlp(hidden=16)
+    optimizer = sgd(model)
+    with torch.device("meta"), capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        with torch.device("cpu"):
+            step_once(model, optimizer)
+        snapshot = problems.seen(monitor, sink)
+    assert (snapshot.value(monitor_catalog.MONITORED_PARAMETERS) or 0) > 0

@@ -6,7 +6,7 @@ LOSS = gauge(
     "otel_train.loss",
     "Loss of the last step, averaged over its micro-batches.",
     reduction=Reduction.MEAN,
-    note="Needs `observe(loss=…)`. NaN when the loss is NaN.",
+    note="Needs `observe(loss=…)`; of the last step that told one. NaN when the loss is NaN.",
 )
 LOSS_SMOOTHED = gauge(
     "otel_train.loss_smoothed",

@@ -77,7 +77,7 @@ LEARNING_RATE_EXPECTED_RATIO = gauge(
     labels=("optimizer", "param_group"),
     reduction=Reduction.SAME,
     note="Only during a declared warmup (`warmup_steps`), and where the scheduler records the group's peak (`initial_lr`). "
-    "Far from 1: the schedule is stepped too often or too seldom.",
+    "Far from 1: the schedule is stepped too often or too seldom. Schedules that start from 0 are a step behind: 0.9 at step 10.",
 )
 WEIGHT_DECAY = gauge(
     "otel_train.weight_decay",

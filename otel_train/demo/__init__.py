@@ -58,7 +58,8 @@ def run_demo(options: DemoOptions) -> None:
         with make_progress(options.steps) as progress:
             validation = _train(monitor, model, optimizer, schedule, corpus, steps=options.steps, progress=progress)
         monitor.flush()
-        print("\n" + verdict(seen.snapshots, validation, time.perf_counter() - began))
+        if seen.snapshots:  # none where OTEL_SDK_DISABLED is set
+            print("\n" + verdict(seen.snapshots, validation, time.perf_counter() - began))
         if options.hold:
             print(f"\nServing the last values at {monitor.url} until Ctrl-C.")
             monitor.close(linger_seconds=math.inf)

@@ -32,8 +32,8 @@ class SpikeDetector:
         return spike
 
     def _threshold(self) -> float:
-        mean = math.fsum(self._window) / len(self._window)
-        deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in self._window) / len(self._window))
+        mean = sum(self._window) / len(self._window)
+        deviation = math.sqrt(sum((v - mean) * (v - mean) for v in self._window) / len(self._window))
         least = _FLOOR if self._logarithmic else _FLOOR * abs(mean)
         return mean + SIGMAS * max(deviation, least)
 

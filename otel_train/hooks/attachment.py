@@ -86,8 +86,7 @@ class Attachment:
         begin = RootPreHook(self.gate, recorder.forward_begins)
         handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
         handles.append(model.register_forward_hook(RootHook(self.gate, recorder.forward_ends), always_call=True))
-        for optimizer in optimizers.values():
-            handles += hook_steps(optimizer, recorder)
+        self._step_handles = [handle for optimizer in optimizers.values() for handle in hook_steps(optimizer, recorder)]
         return handles
 
     def _up_to_date(self) -> Meters:
@@ -140,6 +139,9 @@ class Attachment:
         """Remove all hooks and let go of the parameters; twice is harmless."""
         for handle in self._handles:
             handle.remove()
+        if not self.recorder.in_step:  # else torch iterates over them just now; without meters they do nothing
+            for handle in self._step_handles:
+                handle.remove()
         self._handles, self._meters, self._parameters = [], {}, []
         self.recorder.remeasure, self.recorder.activations = None, None
         self.gate.active = self.gate.sample = False

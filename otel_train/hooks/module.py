@@ -193,7 +193,7 @@ class ActivationMeter:
     def __init__(self, sites: Sequence[ActivationSite], device: torch.device, gate: Gate, guard: Guard) -> None:
         generator = torch.Generator(device="cpu").manual_seed(1)
         wide = torch.float32 if device.type == "mps" else torch.float64
-        self._offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator).to(device, wide)
+        self._offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator, device="cpu").to(device, wide)
         self._meters: list[SiteMeter] = []
         self.handles: list[RemovableHandle] = []
         for site in sites:

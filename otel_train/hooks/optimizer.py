@@ -77,9 +77,12 @@ def group_names(optimizers: Mapping[str, Optimizer]) -> dict[int, str]:
 
 def named_groups(optimizer: Optimizer, front: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the groups with their names: the group's own ``name``, else its index; with the optimizer's in front where given."""
+    names: set[str] = set()
     for index, group in enumerate(optimizer.param_groups):
         own = group.get("name")
         name = own if isinstance(own, str) and own else str(index)
+        name = f"{name}_{index}" if name in names else name
+        names.add(name)
         yield (f"{front}/{name}" if front else name), group
 
 

@@ -33,9 +33,14 @@ class Numbers:
         if not isinstance(value, torch.Tensor):
             self._host.setdefault(key, []).append(float(value))
         elif value.numel() == 1:
-            self._device.append((key, value.detach()))
+            self._device.append((key, value.detach().clone()))  # the loop may write into its own
         else:
             raise ValueError(f"{key}: expected a number or a tensor of one element, got shape {tuple(value.shape)}")
+
+    def discard(self, key: Hashable) -> None:
+        """Forget the numbers of a key."""
+        self._host.pop(key, None)
+        self._device = [(k, tensor) for k, tensor in self._device if k != key]
 
     def read_out(self) -> None:
         """Ask for the device's numbers; does not synchronise."""
@@ -84,6 +89,8 @@ class Step:
     """Calls of ``observe``."""
     sequence_length: int | None = None
     precision: str = "unknown"
+    clipped_at: int = 0
+    """Forwards that had begun when a part of the gradient was last clipped."""
     max_norms: list[float] = field(default_factory=list)
     """Of each call that clipped, in the order of the numbers ``clip_norm``."""
     scale_fell: bool = False

@@ -65,6 +65,9 @@ class Recorder:
         self._forward_began: float | None = None
         self._closure_calls = 0
         self._loss_scale: float | None = None
+        self._tells_found_inf = False
+        self.in_step = False
+        """An optimizer's step is under way: torch is iterating over its hooks, which must stay."""
         self._meters: Meters = {}
 
     def _is_sampled(self) -> bool:
@@ -92,7 +95,8 @@ class Recorder:
 
     def _look_at_input(self, values: Sequence[object]) -> None:
         """Note the sequence length (the second dimension of tokens or embeddings) and the type that autocast uses."""
-        first = next((v for v in values if isinstance(v, torch.Tensor)), None)
+        inside = [v for value in values for v in (value.values() if isinstance(value, Mapping) else (value,))]
+        first = next((v for v in inside if isinstance(v, torch.Tensor)), None)
         if first is None:
             return
         if first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point()):
@@ -105,6 +109,7 @@ class Recorder:
 
     def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
         """An optimizer's step begins."""
+        self.in_step = True
         with self._guard.part("loop"):
             if id(optimizer) in self._step.stepped:
                 self.close_step()
@@ -112,6 +117,7 @@ class Recorder:
             self._note_groups(optimizer)
             found_inf = getattr(optimizer, "found_inf", None)
             if isinstance(found_inf, torch.Tensor):
+                self._tells_found_inf = True
                 self._step.numbers.add("found_inf", found_inf)
                 self._note_scale(getattr(optimizer, "grad_scale", None))
             if self._step.sampled and self.remeasure is not None:
@@ -132,6 +138,7 @@ class Recorder:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer's step has ended."""
+        self.in_step = False
         meter = self._meters.get(id(optimizer))
         if self._step.sampled and meter is not None:
             if self._closure_calls > 1:
@@ -182,7 +189,9 @@ class Recorder:
         grad_norm: float | torch.Tensor | None,
         loss_scale: float | None,
     ) -> None:
-        """Take what the loop knows of a micro-batch."""
+        """Take what the loop knows of a micro-batch; in other phases it is not one of the training."""
+        if self._gate.paused:
+            return
         with self._guard.part("loop"):
             if not self._labels:
                 self.close_step()
@@ -197,7 +206,8 @@ class Recorder:
 
     def _observe_scale(self, scale: float) -> None:
         self._step.numbers.add("loss_scale", scale)
-        if self._loss_scale is not None and scale < self._loss_scale:
+        # a fused optimizer tells by itself, and of the right step
+        if self._loss_scale is not None and scale < self._loss_scale and not self._tells_found_inf:
             self._step.scale_fell = True
             if not self._step.stepped:  # the scaler left the optimizer's step out, so no hook told of it
                 self._step.stepped.add(0)
@@ -214,6 +224,11 @@ class Recorder:
     def clipped(self, norm: torch.Tensor, max_norm: float, *, is_l2: bool) -> None:
         """Take the norm before clipping, of the whole gradient or of a part of it."""
         with self._guard.part("loop"):
+            if self._step.clipped_at != self._step.forwards:  # the step before was skipped without a word
+                self._step.numbers.discard("clip_norm")
+                self._step.numbers.discard("part_norm")
+                self._step.max_norms.clear()
+            self._step.clipped_at = self._step.forwards
             self._step.numbers.add("clip_norm", norm)
             self._step.max_norms.append(float(max_norm))
             if is_l2:
@@ -221,6 +236,8 @@ class Recorder:
 
     def waited(self, seconds: float) -> None:
         """The loop waited for a batch."""
+        if self._gate.paused:
+            return
         if self._step.stepped:
             with self._guard.part("loop"):
                 self.close_step()
@@ -232,8 +249,8 @@ class Recorder:
         self._paused += min(seconds, since_step)
 
     def release(self) -> None:
-        """Let go of everything that holds the model's parameters."""
-        self._meters = {}
+        """Let go of everything that holds the model's parameters, and hand over nothing more."""
+        self._meters, self._emit = {}, _drop
 
     def close_step(self) -> None:
         """Hand the step over, if an optimizer has stepped in it, and begin the next."""
@@ -251,6 +268,10 @@ def _grad_scale(optimizer: Optimizer) -> torch.Tensor | None:
     """Return by how much a fused optimizer's gradients are scaled while a GradScaler runs its step."""
     scale = getattr(optimizer, "grad_scale", None)
     return scale if isinstance(scale, torch.Tensor) else None
+
+
+def _drop(step: Step) -> None:
+    del step
 
 
 def _nothing(numbers: Sequence[Sequence[float]]) -> list[Any]:

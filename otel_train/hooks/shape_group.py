@@ -103,7 +103,7 @@ class ShapeGroup:
         if known is not None:
             suspects = {i // sums.shape[1] for i, value in enumerate(known) if not math.isfinite(value)}
         counts = torch.zeros(len(tensors), dtype=torch.int64, device=sums.device)
-        for i in suspects:
+        for i in tuple(suspects):  # the monitor's thread adds to them
             counts[i] = count_nonfinite(tensors[i])
             if peek(counts[i]) == [0.0]:
                 sums[i] = wide_sums(tensors[i])[-sums.shape[1] :]

@@ -17,12 +17,14 @@ _SCALE = (-6.0, -1.0)
 """The log10 update ratios that a bar spans."""
 
 _NONE = "none"
+_LINKS = '<p class="ot soft"><a href="/metrics">/metrics</a> · <a href="/-/healthy">/-/healthy</a></p>'
+"""Of the page only: in a notebook they would lead to its own server."""
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#d9dee6;--good:#2e8b57;--fair:#c9860a;--poor:#c0392b}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e9ef;--soft:#98a2b3;--line:#343b47;--good:#4cb27d;--fair:#e0a83c;--poor:#e66a5c}}
 .ot{font:14px/1.45 system-ui,sans-serif;color:var(--ink);max-width:62rem;margin:0 auto}
-.ot h1{font-size:1.25rem;margin:.2rem 0 .8rem}.ot a{color:inherit}.ot small,.ot .soft{color:var(--soft)}
+.ot h1{font-size:1.25rem;margin:.2rem 0 .8rem}.ot a{color:inherit}.ot small,.soft{color:var(--soft)}
 .ot dl{display:flex;flex-wrap:wrap;gap:.6rem 2rem;margin:0 0 1rem}.ot dt{color:var(--soft);font-size:.8rem}
 .ot dd{margin:0;font-size:1.05rem;font-variant-numeric:tabular-nums}
 .ot table{border-collapse:collapse;width:100%}.ot th{text-align:left;font-weight:600;color:var(--soft);font-size:.8rem}
@@ -44,7 +46,7 @@ def render_page(snapshot: Snapshot | None) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{_REFRESH_SECONDS}">'
-        f"<style>{_STYLE}body{{margin:1.2rem}}</style></head><body>{_content(snapshot)}</body></html>"
+        f"<style>{_STYLE}body{{margin:1.2rem}}</style></head><body>{_content(snapshot)}{_LINKS}</body></html>"
     )
 
 
@@ -62,8 +64,7 @@ def _content(snapshot: Snapshot | None) -> str:
         '<div class="ot">'
         f"<h1>{escape(base['run'])} <small>rank {escape(base['rank'])} · {state}</small></h1>"
         f"<dl>{''.join(_facts(snapshot))}</dl>{_layer_table(snapshot)}"
-        '<p class="soft"><a href="/metrics">/metrics</a> · <a href="/-/healthy">/-/healthy</a> · '
-        f"{datetime.fromtimestamp(snapshot.taken_at, timezone.utc):%Y-%m-%d %H:%M:%S} UTC</p></div>"
+        f'<p class="soft">{datetime.fromtimestamp(snapshot.taken_at, timezone.utc):%Y-%m-%d %H:%M:%S} UTC</p></div>'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+import time
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -69,6 +70,8 @@ class PrometheusSink:
         self._lock = threading.Lock()
         self._rendered: dict[tuple[str, bool], bytes] = {}
         self._rendered_snapshot: Snapshot | None = None
+        self.seconds = 0.0
+        """Processor time that rendering took."""
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -95,7 +98,9 @@ class PrometheusSink:
                 self._rendered, self._rendered_snapshot = {}, self._collector.snapshot
             key = (content_type, compress)
             if key not in self._rendered:
+                began = time.thread_time()
                 body = encoder(self.registry)
+                self.seconds += time.thread_time() - began
                 # level 1: 38 ms where prometheus_client's level 9 takes 250 ms for 10 MB, and 12 % more bytes
                 self._rendered[key] = gzip.compress(body, compresslevel=1) if compress else body
             return self._rendered[key], content_type

@@ -115,6 +115,7 @@ class SampledReader:
 def _rows(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
     # rows must be rows of weight and gradient alike, whatever their storage order
     dense = tensor.to_dense() if tensor.is_sparse else tensor
+    dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return dense.reshape(plan.rows, plan.columns)
 
 
@@ -132,6 +133,6 @@ def estimate_sampled(plan: Plan, sums: Sequence[float]) -> UpdateEstimate:
     squared, fourth, changed, row_squared, row_changed = sums
     factor = plan.elements / (plan.lines * plan.width)
     update = row_squared + factor * squared
-    variance = factor**2 * max(fourth - squared**2 / plan.lines, 0.0)
+    variance = factor * factor * max(fourth - squared * squared / plan.lines, 0.0)
     error = 0.5 * math.sqrt(variance) / update if update > 0 else 0.0
     return UpdateEstimate(update, row_changed + factor * changed, error)

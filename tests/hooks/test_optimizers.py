@@ -369,3 +369,64 @@ def test_parameters_of_every_kind_are_measured() -> None:
     assert all(value > 0 for value in ratios.values())
     assert snapshot.value(monitor_catalog.MONITORED_PARAMETERS) == snapshot.value(monitor_catalog.TRAINABLE_PARAMETERS)
     assert snapshot.value(run.LEARNING_RATE) == pytest.approx(0.01)
+
+
+def test_a_value_that_the_loop_overwrites_is_exported_as_it_was() -> None:
+    """Running losses and learning rates that are tensors change in place before the step is closed."""
+    model = Mlp(hidden=16)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        running = problems.vector_loss(model, 0)
+        running.backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        kept = running.detach()
+        expected = kept.item()
+        monitor.observe(loss=kept)
+        kept.zero_()
+        rate.fill_(0.1)
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(loss_catalog.LOSS) == pytest.approx(expected)
+    assert snapshot.value(run.LEARNING_RATE) == 0.5
+
+
+def test_closing_within_a_step_does_not_reach_the_loop() -> None:
+    """A signal handler or another thread may close while the optimizer runs its hooks; the user's hooks after ours still run."""
+    model = Mlp(hidden=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called: list[str] = []
+    with capture(model, optimizer, every_n_steps=1) as (monitor, _):
+        optimizer.register_step_pre_hook(lambda *_: monitor.close())
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        for _ in range(2):
+            problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+            optimizer.step()
+    assert called == ["before", "after"] * 2
+
+
+def test_a_clip_whose_step_was_skipped_does_not_count_in_the_next() -> None:
+    """A scaler that skips says nothing to hooks: the parts clipped for it are forgotten at the next clip."""
+    model = Mlp(hidden=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for factor in (1e6, 1.0):
+            optimizer.zero_grad()
+            (problems.vector_loss(model, 0) * factor).backward()  # type: ignore[no-untyped-call]  # torch's
+            norm = monitor.clip_grad_norm_(1e3)
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(gradients.GRAD_NORM, stage="pre_clip") == pytest.approx(norm.item())
+    assert snapshot.value(gradients.CLIPPED_STEPS) == 0
+
+
+def test_groups_of_one_name_have_series_of_their_own() -> None:
+    """A group called as another one's index."""
+    model = Mlp(hidden=16)
+    first, *rest = model.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "name": "1", "lr": 0.1}, {"params": rest, "lr": 0.2}], lr=0.3)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert {s.labels[1]: s.value for s in snapshot.find(run.LEARNING_RATE)} == {"1": 0.1, "1_1": 0.2}
