@@ -28,7 +28,7 @@ _LOG = logging.getLogger("otel_train")
 _CLIENT_SECONDS = 10.0
 """A client that sends or takes nothing for so long is dropped."""
 _SCRAPERS = 8
-"""Clients at most whose scrapes are told apart."""
+"""Scrapers at most that are told apart, by address and user agent: connections come and go between scrapes."""
 _CONNECTIONS = 32
 """Connections at a time; more are closed at once, so that a flood takes no threads from the training."""
 
@@ -248,7 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(body, content_type, encoding="gzip" if compress else None)
         timeout = self.headers.get("X-Prometheus-Scrape-Timeout-Seconds")  # a Prometheus, not a person
         if timeout is not None and self.command == "GET":
-            self.server.scraped(str(self.client_address[0]), _Scrape(began, _seconds(timeout)))
+            client = f"{self.client_address[0]} {self.headers.get('User-Agent', '')}"
+            self.server.scraped(client, _Scrape(began, _seconds(timeout)))
 
     def _reply(
         self,
