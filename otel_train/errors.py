@@ -6,7 +6,8 @@ OtelTrainError
 ├── CatalogError (ValueError)     a metric that is defined twice, wrongly, or not at all
 └── MissingDependencyError (ImportError)   an extra that is not installed
 
-They are raised by ``attach`` and by the command line only: once a monitor is attached, nothing of ours raises into the training.
+They are raised by ``attach``, ``Monitor.load_state_dict`` and the command line only: once a monitor is attached, nothing of ours
+raises into the training.
 """
 
 from __future__ import annotations

@@ -206,8 +206,6 @@ class Monitor:
             self._guard.errors["endpoint"] += 1
             _LOG.warning("no endpoint: cannot listen on %s port %d (%s)", self._config.host, port, error)
 
-    # --- the monitor's own thread
-
     def _handle(self, item: Step | Coverage) -> None:
         with self._guard.part("export"):
             if isinstance(item, Coverage):
@@ -230,8 +228,6 @@ class Monitor:
         for sink in self._sinks:
             with self._guard.part("export"):
                 sink.publish(snapshot)
-
-    # --- what users call in the loop
 
     def observe(
         self,
@@ -340,8 +336,6 @@ class Monitor:
             self._live.resumes += 1
             self.flush()
 
-    # --- what users look at
-
     @property
     def url(self) -> str | None:
         """Address of the page; metrics are at ``/metrics`` below it. None without an endpoint."""
@@ -368,8 +362,6 @@ class Monitor:
 
     def __repr__(self) -> str:
         return f"<otel_train.Monitor {'closed' if self._closed else f'at {self.url}'}>"
-
-    # --- the end
 
     def flush(self, timeout_seconds: float = _FLUSH_SECONDS) -> bool:
         """Wait until every step made so far is published; the step under way ends here, so call it after ``observe``.

@@ -74,8 +74,6 @@ class Recorder:
         number = self._closed + 1
         return number == 1 or number % self._every == 0
 
-    # --- events of the loop
-
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward of the root module begins."""
         del module
@@ -178,8 +176,6 @@ class Recorder:
     def _note_scale(self, scale: object) -> None:
         if isinstance(scale, torch.Tensor):
             self._step.numbers.add("grad_scale", scale)
-
-    # --- what the user tells
 
     def observe(
         self,
