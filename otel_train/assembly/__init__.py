@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from otel_train.assembly.layer import gradient_norm, samples_of
+from otel_train.assembly.schedule import SchedulePeak
 from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
 from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, ParameterReading, StepRecord
@@ -105,6 +106,7 @@ class Assembler:
         self._magnitudes: dict[Layer, _Histogram] = {}
         self._coverage = Coverage(0, 0, (), ())
         self._monitored = 0
+        self._peaks: defaultdict[tuple[str, str], SchedulePeak] = defaultdict(SchedulePeak)
 
     def restore(self, step: int, tokens_seen: int) -> None:
         """Go on from a checkpoint's step and tokens."""
@@ -131,6 +133,8 @@ class Assembler:
         self._loss_scale = record.loss_scale if record.loss_scale is not None else self._loss_scale
         self._add_tokens(record)
         self._add_loss(record.losses)
+        for group in record.groups:
+            self._peaks[group.optimizer, group.param_group].add(group.learning_rate, group.peak_learning_rate)
         if record.duration is not None:
             self._add_duration(record.duration, record.tokens)
         norm = record.grad_norm
@@ -240,6 +244,9 @@ class Assembler:
             expected = self._expected_learning_rate(group.peak_learning_rate)
             if expected and group.learning_rate is not None:
                 yield Sample(run.LEARNING_RATE_EXPECTED_RATIO, labels, group.learning_rate / expected)
+            peak = self._peaks[labels].value
+            if peak and group.learning_rate is not None:
+                yield Sample(run.LEARNING_RATE_SCHEDULE_RATIO, labels, group.learning_rate / peak)
 
     def _expected_learning_rate(self, peak: float | None) -> float | None:
         warmup = self._facts.warmup_steps

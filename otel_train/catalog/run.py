@@ -79,6 +79,14 @@ LEARNING_RATE_EXPECTED_RATIO = gauge(
     note="Only during a declared warmup (`warmup_steps`), and where the scheduler records the group's peak (`initial_lr`). "
     "Far from 1: the schedule is stepped too often or too seldom. Schedules that start from 0 are a step behind: 0.9 at step 10.",
 )
+LEARNING_RATE_SCHEDULE_RATIO = gauge(
+    "otel_train.learning_rate_schedule_ratio",
+    "Learning rate over the peak of its schedule.",
+    labels=("optimizer", "param_group"),
+    reduction=Reduction.SAME,
+    note="The peak is what the scheduler records (`max_lr`, `initial_lr`), or the largest rate seen. No series while a rate that no "
+    "scheduler declares still rises, since its peak is not known yet. An update ratio divided by it compares the whole schedule.",
+)
 WEIGHT_DECAY = gauge(
     "otel_train.weight_decay",
     "Weight decay of the parameter group.",

@@ -92,7 +92,8 @@ def group_facts(group: Mapping[str, Any]) -> Iterator[tuple[str, float | torch.T
     first, second = betas[:2] if isinstance(betas, (tuple, list)) and len(betas) >= 2 else (group.get("momentum"), None)
     found = {
         "learning_rate": group.get("lr"),
-        "peak_learning_rate": group.get("initial_lr"),
+        # OneCycleLR starts from initial_lr and rises to max_lr; all others record the peak as initial_lr
+        "peak_learning_rate": group.get("max_lr", group.get("initial_lr")),
         "weight_decay": group.get("weight_decay"),
         "beta1": first,
         "beta2": second,

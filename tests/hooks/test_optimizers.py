@@ -186,6 +186,37 @@ def test_the_expected_learning_rate_follows_a_declared_warmup() -> None:
     assert found == [pytest.approx(1.0)] * 4 + [None]
 
 
+SCHEDULES: dict[str, Any] = {
+    "a constant rate": None,
+    "a warmup": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 4)),
+    "a decay": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.4, total_steps=6, pct_start=0.5),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_schedule_ratio_is_the_rate_over_the_peak_that_the_scheduler_declares(schedule: str) -> None:
+    """Known from the first step, also where the schedule starts far below its peak."""
+    model = Mlp(hidden=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make = SCHEDULES[schedule]
+    scheduler = make(optimizer) if make else None
+    peak = 0.4 if schedule == "one cycle" else 0.1
+    expected, found = [], []
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(5):
+            problems.vector_loss(model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+            expected.append(optimizer.param_groups[0]["lr"] / peak)
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+            found.append(problems.seen(monitor, sink).value(run.LEARNING_RATE_SCHEDULE_RATIO))
+    if make is None:  # nothing says that the first rate is the peak; the second does
+        assert found.pop(0) is None
+        del expected[0]
+    assert found == pytest.approx(expected)
+
+
 class Accelerated:
     """Wraps an optimizer as frameworks do."""
 
