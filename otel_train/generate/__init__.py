@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from otel_train.generate import deploy
 from otel_train.generate.reference import render_reference
+from otel_train.generate.alerts import alerts
+from otel_train.generate.rules import render_rules
+from otel_train.generate.runbooks import render_runbook
+from otel_train.generate.time_base import DEMO, STANDARD, TimeBase
 
-ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType({"dashboards/METRICS.md": render_reference})
+
+def _prometheus_files(folder: str, time_base: TimeBase) -> dict[str, Callable[[], str]]:
+    return {
+        f"{folder}/alertmanager/alertmanager.yaml": partial(deploy.render_alertmanager, time_base),
+        f"{folder}/prometheus/prometheus.yaml": partial(deploy.render_prometheus, time_base),
+        f"{folder}/prometheus/rules/otel-train.yaml": partial(render_rules, time_base),
+        f"{folder}/prometheus/targets/none.json": deploy.render_targets,
+    }
+
+
+ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "dashboards/METRICS.md": render_reference,
+        **_prometheus_files("deploy", STANDARD),
+        "deploy/compose.yaml": deploy.render_compose,
+        **_prometheus_files("deploy/demo", DEMO),
+        "deploy/grafana/provisioning/dashboards/otel-train.yaml": deploy.render_dashboard_provider,
+        "deploy/grafana/provisioning/datasources/otel-train.yaml": deploy.render_data_sources,
+        **{f"deploy/runbooks/{alert.name}.md": partial(render_runbook, alert) for alert in alerts(STANDARD)},
+    }
+)
 """Path in the repository to what renders it; rendering is deterministic."""
 
 

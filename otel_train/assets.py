@@ -1,0 +1,63 @@
+"""The shipped files: dashboards, rules, configurations, runbooks. In a wheel they lie inside the package, in a checkout beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from otel_train.errors import ConfigError
+
+PROMETHEUS_ADDRESS = "127.0.0.1:9090"
+ALERTMANAGER_ADDRESS = "127.0.0.1:9093"
+GRAFANA_ADDRESS = "127.0.0.1:3000"
+TRAINING_ADDRESS = "127.0.0.1:9464"
+WEBHOOK_ADDRESS = "127.0.0.1:9099"
+"""Addresses in the shipped configurations: everything on one machine, and nothing reachable from another."""
+RUNBOOKS = "https://github.com/otel-train/otel-train/blob/main/deploy/runbooks"
+"""Where the runbook links of the shipped rules lead."""
+FOLDERS = ("dashboards", "deploy")
+_IN_WHEEL, _IN_CHECKOUT = Path(__file__).parent / "assets", Path(__file__).parent.parent
+_TEXTS = {".json", ".md", ".yaml"}
+
+
+def read() -> dict[str, str]:
+    """Return the text of each shipped file by its path, ``/`` between folders.
+
+    Raises:
+        ConfigError: The installation lacks them.
+    """
+    root = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
+    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*")) if path.suffix in _TEXTS]
+    if not any(path.name == "compose.yaml" for path in files):
+        raise ConfigError(f"expected the shipped files in {root / FOLDERS[0]} and {root / FOLDERS[1]}; install otel-train again")
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def write(folder: Path, replacements: Mapping[str, str] | None = None) -> list[str]:
+    """Write the shipped files into a folder; other files there stay, those of the same name are replaced.
+
+    Args:
+        folder: Where to; made where it is not there.
+        replacements: Text such as an address to what stands in its place.
+
+    Returns:
+        The paths, relative to the folder.
+
+    Raises:
+        ConfigError: The folder cannot be written to.
+    """
+    files = read()
+    try:
+        for path, text in files.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_replace(text, replacements or {}), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"expected a folder to write to, got {folder}: {error.strerror}; choose another") from error
+    return list(files)
+
+
+def _replace(text: str, replacements: Mapping[str, str]) -> str:
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    return text

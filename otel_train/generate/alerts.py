@@ -1,0 +1,153 @@
+"""Alerts: symptoms of a training that somebody should look at, with what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from otel_train.catalog import MetricSpec, loss, run
+from otel_train.catalog.updates import TOLERATED_LOG10
+from otel_train.errors import CatalogError
+from otel_train.generate import recording
+from otel_train.generate.promql import Matcher, increase, merged, seconds, series
+from otel_train.generate.time_base import TimeBase
+
+SEVERITIES = ("critical", "warning", "info")
+"""By what people must do: act now; look at it today; know it when they look at something else."""
+MISSED_STEPS = 20
+"""So many times the mean step without a step are too long, whatever the time base says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alerting rule; its runbook is ``runbooks/NAME.md`` beside this file."""
+
+    name: str
+    severity: str
+    expr: str
+    summary: str
+    """What is wrong, in one sentence that is the same for every run."""
+    description: str
+    """What is wrong where, and what to do: a template of Prometheus."""
+    hold_for: int = 0
+    """`for`, in seconds."""
+    keep_firing_for: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what the conventions of monitoring mixins refuse."""
+        if not self.name.startswith("OtelTrain") or self.severity not in SEVERITIES:
+            raise CatalogError(f"expected an alert OtelTrain… with a severity of {SEVERITIES}, got {self.name}, {self.severity}")
+        if "{{" in self.summary or not self.summary.endswith("."):
+            raise CatalogError(f"{self.name}: expected a static sentence as summary, got {self.summary!r}")
+        if "$labels.run" not in self.description:
+            raise CatalogError(f"{self.name}: expected a description that names the run, got {self.description!r}")
+
+
+def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
+    """Return the alerts on a time base: availability, the loss, the learning rate, layers."""
+    return (
+        _exporter_absent(time_base),
+        _steps_stalled(time_base),
+        _loss_non_finite(time_base),
+        _update_ratio_low(time_base),
+        _update_ratio_high(time_base),
+        _layer_stalled(time_base),
+    )
+
+
+def _exporter_absent(time_base: TimeBase) -> Alert:
+    active = series(run.RUN_ACTIVE)
+    return Alert(
+        "OtelTrainExporterAbsent",
+        "critical",
+        f"last_over_time({active}[{seconds(time_base.memory)}]) == 1\nunless on (job, run, rank)\n  {active}",
+        "A training stopped answering without having ended.",
+        f"Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered, and "
+        f"has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed (out of "
+        "memory, preempted, crashed), or it hangs. Restart it from its last checkpoint.",
+        hold_for=time_base.absent,
+    )
+
+
+def _steps_stalled(time_base: TimeBase) -> Alert:
+    silence = f"time() - {recording.LAST_STEP}"
+    mean = f"last_over_time({recording.STEP_SECONDS}[{seconds(time_base.memory)}])"
+    elsewhere = series(run.PHASE, ("phase!=", "train"))
+    return Alert(
+        "OtelTrainStepsStalled",
+        "critical",
+        f"(\n    {silence} > clamp_min({MISSED_STEPS} * {mean}, {time_base.stalled})\n  unless on (job, run)\n    {elsewhere}\n"
+        f"or\n    {silence} > clamp_min({MISSED_STEPS} * {mean}, {time_base.stalled_elsewhere})\n)\n"
+        f"and on (job, run)\n  {recording.RUN_ACTIVE} == 1",
+        "A training that is not over makes no steps.",
+        "Run {{ $labels.run }} has ended no optimizer step for {{ $value | humanizeDuration }}, more than "
+        f"{MISSED_STEPS} times its mean step. It hangs: in a collective that one rank never entered, in the data loader, in storage, or it "
+        "is stopped. Take a stack of every rank (py-spy dump --pid PID), then restart it from its last checkpoint. Mark long "
+        "evaluations and checkpoints with monitor.phase(…).",
+    )
+
+
+def _loss_non_finite(time_base: TimeBase) -> Alert:
+    return Alert(
+        "OtelTrainLossNonFinite",
+        "critical",
+        _appeared(loss.NONFINITE, time_base, ("source", "loss")),
+        "The loss is NaN or infinite.",
+        "Run {{ $labels.run }} had about {{ $value | humanize }} non-finite losses in the last "
+        f"{seconds(time_base.window)}. If its weights are not finite either (otel_train_nonfinite_total, source parameter), training on is "
+        "useless: stop it, and go on from a checkpoint before the first one, past the batch that did it or with a lower learning rate.",
+        keep_firing_for=time_base.keep_firing,
+    )
+
+
+def _update_ratio_low(time_base: TimeBase) -> Alert:
+    return Alert(
+        "OtelTrainUpdateRatioLow",
+        "warning",
+        _active(f"{recording.RATIO_LOW}\nand on (job, run)\n  {recording.held(recording.LOW_SINCE)}"),
+        "The weights hardly move: the learning rate is probably too low.",
+        'The median layer of run {{ $labels.run }} changes by 10^{{ printf "%.1f" $value }} of its weights a step, as it would be at '
+        f"the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at most tenfold at a "
+        "time, and look again; in fine-tuning it can be meant.",
+        hold_for=time_base.patience,
+    )
+
+
+def _update_ratio_high(time_base: TimeBase) -> Alert:
+    return Alert(
+        "OtelTrainUpdateRatioHigh",
+        "warning",
+        _active(f"{recording.RATIO_HIGH}\nand on (job, run)\n  {recording.held(recording.HIGH_SINCE)}"),
+        "The weights are thrown about: the learning rate is probably too high.",
+        'The median layer of run {{ $labels.run }} changes by 10^{{ printf "%.1f" $value }} of its weights a step, as it would be at '
+        f"the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[1]:g} the limit. Lower the learning rate, or warm up for longer if "
+        "it is only so at the start.",
+        hold_for=time_base.patience,
+    )
+
+
+def _layer_stalled(time_base: TimeBase) -> Alert:
+    return Alert(
+        "OtelTrainLayerStalled",
+        "warning",
+        _active(f"(\n{recording.LAYER_STALLED}\n)\nand\n  {recording.held(recording.STALLED_SINCE)}"),
+        "A layer does not learn.",
+        "Layer {{ $labels.layer }} (depth {{ $labels.depth }}, {{ $labels.kind }}) of run {{ $labels.run }} changes by "
+        '{{ printf "%.2g" $value }} of its weights a step, while others move. '
+        '{{ if eq $labels.param_group "none" }}It requires gradients, but no attached optimizer has it: add it to one, or freeze it '
+        "with requires_grad_(False).{{ else }}It is in the parameter group {{ $labels.param_group }}: look at its gradient norm (0: its "
+        "output does not reach the loss), at the learning rate of its group, and at the precision of its weights "
+        "(otel_train_layer_changed_ratio).{{ end }}",
+        hold_for=time_base.patience,
+    )
+
+
+def _active(condition: str) -> str:
+    """Leave out runs that have ended: their last values may be served for long."""
+    return f"{condition}\nand on (job, run)\n  {recording.RUN_ACTIVE} == 1"
+
+
+def _appeared(spec: MetricSpec, time_base: TimeBase, *matchers: Matcher) -> str:
+    """Say how much a counter grew in the window, also when its first scrape already found it above 0."""
+    window, memory = seconds(time_base.window), seconds(time_base.memory)
+    new = f"{series(spec, *matchers)} > 0 unless last_over_time({series(spec, *matchers)}[{memory}] offset {window})"
+    return merged("sum", f"\n    {increase(spec, window, *matchers)} > 0\n  or\n    ({new})\n") + " > 0"
