@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from otel_train.errors import ConfigError
 PROMETHEUS_ADDRESS = "127.0.0.1:9090"
 ALERTMANAGER_ADDRESS = "127.0.0.1:9093"
 GRAFANA_ADDRESS = "127.0.0.1:3000"
-TRAINING_ADDRESS = "127.0.0.1:9464"
+TRAINING_ADDRESS = "localhost:9464"
 WEBHOOK_ADDRESS = "127.0.0.1:9099"
 """Addresses in the shipped configurations: everything on one machine, and nothing reachable from another."""
 RUNBOOKS = "https://github.com/otel-train/otel-train/blob/main/deploy/runbooks"
@@ -58,6 +59,7 @@ def write(folder: Path, replacements: Mapping[str, str] | None = None) -> list[s
 
 
 def _replace(text: str, replacements: Mapping[str, str]) -> str:
-    for old, new in replacements.items():
-        text = text.replace(old, new)
-    return text
+    """Replace all at once, so that no replacement is replaced."""
+    if not replacements:
+        return text
+    return re.sub("|".join(map(re.escape, replacements)), lambda found: replacements[found[0]], text)

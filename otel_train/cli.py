@@ -6,13 +6,21 @@ Exit codes: 0 fine, 1 the thing asked about is wrong (a generated file differs),
 from __future__ import annotations
 
 import argparse
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from otel_train import assets
 from otel_train._version import __version__
+from otel_train.assets import TRAINING_ADDRESS
 from otel_train.errors import ConfigError, OtelTrainError
+
+
+SCENARIOS = ("healthy", "lr-too-high", "lr-too-low", "frozen-layer", "nan-loss")
+"""Names of the demo's scenarios, the default first; said here so that --help need not wait for torch."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"otel-train {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_stack(commands)
+    _add_assets(commands)
     _add_generate(commands)
     return parser
 
@@ -49,7 +59,28 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo.add_argument("--port", type=_port, help="port of the page and of /metrics (default 9464; 0: any free one)")
     demo.add_argument("--every-n-steps", type=_positive, metavar="N", help="steps between samples (default 10)")
     demo.add_argument("--hold", action="store_true", help="go on serving the last values until Ctrl-C")
+    demo.add_argument("--scenario", choices=SCENARIOS, default=SCENARIOS[0], help=f"how to train: {', '.join(SCENARIOS)}")
+    demo.add_argument("--stack", action="store_true", help="watch it with a local Prometheus and Alertmanager, and say alerts")
     demo.set_defaults(run=_demo)
+
+
+def _add_stack(commands: argparse._SubParsersAction[_Parser]) -> None:
+    stack = commands.add_parser("stack", help="run Prometheus and Alertmanager here with the shipped rules, and say alerts")
+    stack.add_argument(
+        "--target", action="append", type=_address, metavar="HOST:PORT", help=f"a training's endpoint (default {TRAINING_ADDRESS})"
+    )
+    stack.add_argument(
+        "--time-base", choices=("standard", "demo"), default="standard", help="clocks of the rules: of long runs, or of the demo"
+    )
+    stack.add_argument("--data", type=Path, metavar="DIR", help="keep configurations, data and logs there (default: deleted)")
+    stack.set_defaults(run=_stack)
+
+
+def _add_assets(commands: argparse._SubParsersAction[_Parser]) -> None:
+    files = commands.add_parser("assets", help="write the shipped dashboards, rules, configurations and runbooks into a folder")
+    files.add_argument("folder", type=Path, metavar="DIR", help="made where it is not there; files of the same name are replaced")
+    files.add_argument("--runbooks", metavar="URL", help="where your copy of the runbooks is served; alerts link to it")
+    files.set_defaults(run=_assets)
 
 
 def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -70,10 +101,39 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host) or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
+    return text
+
+
 def _demo(options: argparse.Namespace) -> int:
     from otel_train.demo import DemoOptions, run_demo  # noqa: PLC0415  # imports torch, which --help need not wait for
 
-    run_demo(DemoOptions(options.steps, options.port, options.every_n_steps, options.hold))
+    _end_on_sigterm()
+    run_demo(
+        DemoOptions(options.steps, options.port, options.every_n_steps, options.hold, options.scenario, stack=options.stack)
+    )
+    return 0
+
+
+def _stack(options: argparse.Namespace) -> int:
+    from otel_train.stack import StackOptions, run_stack  # noqa: PLC0415  # other commands need no servers
+
+    _end_on_sigterm()
+    run_stack(StackOptions(tuple(options.target or [TRAINING_ADDRESS]), options.time_base, options.data))
+    return 0
+
+
+def _end_on_sigterm() -> None:
+    """Leave by way of the ``with`` blocks, which stop what was started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def _assets(options: argparse.Namespace) -> int:
+    written = assets.write(options.folder, {assets.RUNBOOKS: options.runbooks.rstrip("/")} if options.runbooks else None)
+    print(f"wrote {len(written)} files into {options.folder}; start with {options.folder / 'deploy' / 'compose.yaml'}")
     return 0
 
 

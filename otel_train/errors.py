@@ -3,6 +3,7 @@
 OtelTrainError
 ├── ConfigError (ValueError)      a setting, an argument of ``attach`` or of the command line
 ├── AttachError (ValueError)      a model or optimizer that cannot be monitored as it is
+├── StackError (RuntimeError)     a local server that is missing or does not start
 ├── CatalogError (ValueError)     a metric that is defined twice, wrongly, or not at all
 └── MissingDependencyError (ImportError)   an extra that is not installed
 
@@ -23,6 +24,10 @@ class ConfigError(OtelTrainError, ValueError):
 
 class AttachError(OtelTrainError, ValueError):
     """This model or optimizer cannot be monitored as it is; the message says what to do."""
+
+
+class StackError(OtelTrainError, RuntimeError):
+    """A server of ``otel-train stack`` is missing, or does not start; the message says what to do."""
 
 
 class CatalogError(OtelTrainError, ValueError):

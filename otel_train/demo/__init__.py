@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,11 @@ import otel_train
 from otel_train.demo.corpus import Corpus
 from otel_train.demo.model import GPT
 from otel_train.demo.progress import Progress, make_progress
+from otel_train.demo.scenarios import SCENARIOS, Scenario
 from otel_train.demo.verdict import verdict
+from otel_train.demo.watch import Watch
 
-BATCH, WARMUP_SHARE, PEAK_LEARNING_RATE, CLIP_NORM = 8, 0.1, 5e-4, 1.0
+BATCH, WARMUP_SHARE, CLIP_NORM, WEIGHT_DECAY = 8, 0.1, 1.0, 0.1
 _EVAL_EVERY, _EVAL_BATCHES = 100, 4
 
 
@@ -28,6 +32,36 @@ class DemoOptions:
     port: int | None = None
     every_n_steps: int | None = None
     hold: bool = False
+    scenario: str = "healthy"
+    stack: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """One training: what is trained, how, and how long."""
+
+    scenario: Scenario
+    steps: int
+    corpus: Corpus
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    warmup: int
+
+    @classmethod
+    def build(cls, scenario: Scenario, steps: int) -> Demo:
+        """Make the model and what trains it; the same each time.
+
+        Raises:
+            ConfigError: The standard library's source is not there.
+        """
+        torch.manual_seed(0)
+        corpus, model = Corpus.from_standard_library(), GPT()
+        groups = model.parameter_groups(WEIGHT_DECAY, without_block=scenario.forgotten_block)
+        optimizer = torch.optim.AdamW(groups, lr=scenario.learning_rate, betas=(0.9, 0.95))
+        warmup = max(1, round(steps * WARMUP_SHARE))
+        schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, steps))
+        return cls(scenario, steps, corpus, model, optimizer, schedule, warmup)
 
 
 def run_demo(options: DemoOptions) -> None:
@@ -36,33 +70,38 @@ def run_demo(options: DemoOptions) -> None:
     Raises:
         ConfigError: An option has no such value, or the standard library's source is not there.
     """
-    torch.manual_seed(0)
-    corpus = Corpus.from_standard_library()
-    model = GPT()
-    optimizer = torch.optim.AdamW(model.parameter_groups(weight_decay=0.1), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
-    warmup = max(1, round(options.steps * WARMUP_SHARE))
-    schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, options.steps))
-    given: dict[str, Any] = {"port": options.port, "every_n_steps": options.every_n_steps}
+    demo = Demo.build(SCENARIOS[options.scenario], options.steps)
     seen = otel_train.MemorySink()
-    monitor = otel_train.attach(
-        model,
-        optimizer,
-        sinks=[seen],
-        planned_steps=options.steps,
-        warmup_steps=warmup,
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    with monitor:
-        _greet(monitor, model, corpus)
+    with _attached(demo, options, seen) as monitor, contextlib.ExitStack() as closing:
+        _greet(monitor, demo)
+        watch = closing.enter_context(Watch(demo.scenario, demo.steps, monitor.port if options.stack else None))
         began = time.perf_counter()
-        with make_progress(options.steps) as progress:
-            validation = _train(monitor, model, optimizer, schedule, corpus, steps=options.steps, progress=progress)
+        with make_progress(demo.steps) as progress:
+            watch.follow(progress.say)
+            validation = _train(monitor, demo, progress, watch)
         monitor.flush()
         if seen.snapshots:  # none where OTEL_SDK_DISABLED is set
             print("\n" + verdict(seen.snapshots, validation, time.perf_counter() - began))
         if options.hold:
-            print(f"\nServing the last values at {monitor.url} until Ctrl-C.")
+            print(f"\nServing the last values at {monitor.url} until Ctrl-C.", flush=True)
             monitor.close(linger_seconds=math.inf)
+        else:
+            monitor.close()
+            watch.conclude()
+
+
+@contextlib.contextmanager
+def _attached(demo: Demo, options: DemoOptions, seen: otel_train.MemorySink) -> Iterator[otel_train.Monitor]:
+    given: dict[str, Any] = {"port": options.port, "every_n_steps": options.every_n_steps}
+    with otel_train.attach(
+        demo.model,
+        demo.optimizer,
+        sinks=[seen],
+        planned_steps=demo.steps,
+        warmup_steps=demo.warmup,
+        **{name: value for name, value in given.items() if value is not None},
+    ) as monitor:
+        yield monitor
 
 
 def warmup_cosine(step: int, warmup: int, steps: int) -> float:
@@ -73,43 +112,37 @@ def warmup_cosine(step: int, warmup: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def _greet(monitor: otel_train.Monitor, model: GPT, corpus: Corpus) -> None:
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    megabytes = len(corpus.training) / 1e6
+def _greet(monitor: otel_train.Monitor, demo: Demo) -> None:
+    millions = sum(p.numel() for p in demo.model.parameters()) / 1e6
+    megabytes = len(demo.corpus.training) / 1e6
     if monitor.url:
         print(f"Look inside:  {monitor.url}  (for Prometheus: {monitor.url}metrics)")
     print(
-        f"A byte-level GPT of {millions:.2f} M parameters learns Python from {megabytes:.1f} MB of the standard library.",
+        f"A byte-level GPT of {millions:.2f} M parameters learns Python from {megabytes:.1f} MB of the standard library.\n"
+        f"{demo.scenario.brief}",
         flush=True,
     )
 
 
-def _train(
-    monitor: otel_train.Monitor,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    schedule: LambdaLR,
-    corpus: Corpus,
-    *,
-    steps: int,
-    progress: Progress,
-) -> float:
+def _train(monitor: otel_train.Monitor, demo: Demo, progress: Progress, watch: Watch) -> float:
     """Train, and return the last validation loss."""
     generator = torch.Generator().manual_seed(1)
-    batches = corpus.batches(corpus.training, BATCH, model.context, generator, steps)
+    model, steps = demo.model, demo.steps
+    batches = demo.corpus.batches(demo.corpus.training, BATCH, model.context, generator, steps)
     validation = math.nan
     for step, (inputs, targets) in enumerate(monitor.data(batches), start=1):
-        loss = model(inputs, targets)
+        watch.begin(step)
+        loss = demo.scenario.loss(model(inputs, targets), step, steps)
         loss.backward()
         monitor.clip_grad_norm_(CLIP_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        demo.optimizer.step()
+        demo.schedule.step()
+        demo.optimizer.zero_grad()
         monitor.observe(loss=loss, tokens=inputs.numel(), samples=len(inputs))
         progress.show(step, monitor.snapshot)
         if step % _EVAL_EVERY == 0 or step == steps:
             with monitor.phase("eval"):
-                validation = _evaluate(model, corpus)
+                validation = _evaluate(model, demo.corpus)
     return validation
 
 

@@ -66,13 +66,13 @@ class GPT(nn.Module):
             x = block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return the parameters in two groups: matrices decay, vectors and norms do not."""
-        decayed = [p for p in self.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]
+    def parameter_groups(self, weight_decay: float, *, without_block: int | None = None) -> list[dict[str, Any]]:
+        """Return the parameters in two groups: matrices decay, vectors and norms do not; a block can be forgotten."""
+        forgotten = set() if without_block is None else set(self.blocks[without_block].parameters())
+        given = [p for p in self.parameters() if p not in forgotten]
         return [
-            {"name": "decay", "params": decayed, "weight_decay": weight_decay},
-            {"name": "no_decay", "params": others, "weight_decay": 0.0},
+            {"name": "decay", "params": [p for p in given if p.dim() >= 2], "weight_decay": weight_decay},
+            {"name": "no_decay", "params": [p for p in given if p.dim() < 2], "weight_decay": 0.0},
         ]
 
 

@@ -21,6 +21,9 @@ class Progress(Protocol):
     def show(self, step: int, snapshot: Snapshot | None) -> None:
         """Show a step and the latest values."""
 
+    def say(self, text: str) -> None:
+        """Print a text beside the progress; from any thread."""
+
     def __enter__(self) -> Self:
         """Start showing."""
 
@@ -61,7 +64,10 @@ class _Lines:
 
     def show(self, step: int, snapshot: Snapshot | None) -> None:
         if step % self._every == 0 or step == self._steps:
-            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {describe(snapshot)}", flush=True)
+            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {describe(snapshot)}")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
 
 
 class _Bar:
@@ -86,3 +92,6 @@ class _Bar:
 
     def show(self, step: int, snapshot: Snapshot | None) -> None:
         self._progress.update(self._task, completed=step, description=describe(snapshot, "log10 ratio"))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

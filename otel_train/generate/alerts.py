@@ -132,7 +132,7 @@ def _layer_stalled(time_base: TimeBase) -> Alert:
         _active(f"(\n{recording.LAYER_STALLED}\n)\nand\n  {recording.held(recording.STALLED_SINCE)}"),
         "A layer does not learn.",
         "Layer {{ $labels.layer }} (depth {{ $labels.depth }}, {{ $labels.kind }}) of run {{ $labels.run }} changes by "
-        '{{ printf "%.2g" $value }} of its weights a step, while others move. '
+        '{{ printf "%.2g" $value }}, while others move. '
         '{{ if eq $labels.param_group "none" }}It requires gradients, but no attached optimizer has it: add it to one, or freeze it '
         "with requires_grad_(False).{{ else }}It is in the parameter group {{ $labels.param_group }}: look at its gradient norm (0: its "
         "output does not reach the loss), at the learning rate of its group, and at the precision of its weights "
