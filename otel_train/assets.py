@@ -1,4 +1,4 @@
-"""The shipped files: dashboards, rules, configurations, runbooks. In a wheel they lie inside the package, in a checkout beside it."""
+"""The shipped files: dashboards, rules, configurations, runbooks. They lie inside a wheel's package, and beside a checkout's."""
 
 from __future__ import annotations
 

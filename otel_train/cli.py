@@ -18,7 +18,6 @@ from otel_train._version import __version__
 from otel_train.assets import TRAINING_ADDRESS
 from otel_train.errors import ConfigError, OtelTrainError
 
-
 SCENARIOS = ("healthy", "lr-too-high", "lr-too-low", "frozen-layer", "nan-loss")
 """Names of the demo's scenarios, the default first; said here so that --help need not wait for torch."""
 
@@ -112,9 +111,7 @@ def _demo(options: argparse.Namespace) -> int:
     from otel_train.demo import DemoOptions, run_demo  # noqa: PLC0415  # imports torch, which --help need not wait for
 
     _end_on_sigterm()
-    run_demo(
-        DemoOptions(options.steps, options.port, options.every_n_steps, options.hold, options.scenario, stack=options.stack)
-    )
+    run_demo(DemoOptions(options.steps, options.port, options.every_n_steps, options.hold, options.scenario, stack=options.stack))
     return 0
 
 

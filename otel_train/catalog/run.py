@@ -84,8 +84,8 @@ LEARNING_RATE_SCHEDULE_RATIO = gauge(
     "Learning rate over the peak of its schedule.",
     labels=("optimizer", "param_group"),
     reduction=Reduction.SAME,
-    note="The peak is what the scheduler records (`max_lr`, `initial_lr`), or the largest rate seen. No series while a rate that no "
-    "scheduler declares still rises, since its peak is not known yet. An update ratio divided by it compares the whole schedule.",
+    note="The peak is what the scheduler records (`max_lr`, `initial_lr`), or the largest rate seen. No series while a rate that "
+    "no scheduler declares still rises, since its peak is not known yet. Update ratios divided by it compare over a schedule.",
 )
 WEIGHT_DECAY = gauge(
     "otel_train.weight_decay",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import otel_train
+from otel_train.config import settings_from_environment
 from otel_train.demo.corpus import Corpus
 from otel_train.demo.model import GPT
+from otel_train.demo.peak import measured_peak_flops
 from otel_train.demo.progress import Progress, make_progress
 from otel_train.demo.scenarios import SCENARIOS, Scenario
 from otel_train.demo.verdict import verdict
@@ -93,6 +96,8 @@ def run_demo(options: DemoOptions) -> None:
 @contextlib.contextmanager
 def _attached(demo: Demo, options: DemoOptions, seen: otel_train.MemorySink) -> Iterator[otel_train.Monitor]:
     given: dict[str, Any] = {"port": options.port, "every_n_steps": options.every_n_steps}
+    if "peak_flops" not in settings_from_environment(os.environ):
+        given["peak_flops"] = measured_peak_flops()
     with otel_train.attach(
         demo.model,
         demo.optimizer,
@@ -133,7 +138,7 @@ def _train(monitor: otel_train.Monitor, demo: Demo, progress: Progress, watch: W
     for step, (inputs, targets) in enumerate(monitor.data(batches), start=1):
         watch.begin(step)
         loss = demo.scenario.loss(model(inputs, targets), step, steps)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
         monitor.clip_grad_norm_(CLIP_NORM)
         demo.optimizer.step()
         demo.schedule.step()

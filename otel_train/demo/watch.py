@@ -27,8 +27,7 @@ class Watch:
 
     def __init__(self, scenario: Scenario, steps: int, port: int | None) -> None:
         self._scenario, self._cause, self._port = scenario, scenario.cause(steps), port
-        self._announcer = Announcer(lambda text: self._say(text), self._when)
-        self._say: Callable[[str], None] = print
+        self._announcer = Announcer(print, self._when)
         self._stack: Stack | None = None
         self._step = 0
         self._caused_at: float | None = None
@@ -55,7 +54,7 @@ class Watch:
 
     def follow(self, say: Callable[[str], None]) -> None:
         """Print through this from now on: a progress bar owns the screen."""
-        self._say = say
+        self._announcer.say = say
 
     def begin(self, step: int) -> None:
         """Take the time at which a step begins."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from otel_train.generate import deploy
-from otel_train.generate.reference import render_reference
 from otel_train.generate.alerts import alerts
+from otel_train.generate.overview import render_overview
+from otel_train.generate.reference import render_reference
 from otel_train.generate.rules import render_rules
 from otel_train.generate.runbooks import render_runbook
 from otel_train.generate.time_base import DEMO, STANDARD, TimeBase
@@ -28,6 +29,7 @@ def _prometheus_files(folder: str, time_base: TimeBase) -> dict[str, Callable[[]
 ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "dashboards/METRICS.md": render_reference,
+        "dashboards/overview.json": render_overview,
         **_prometheus_files("deploy", STANDARD),
         "deploy/compose.yaml": deploy.render_compose,
         **_prometheus_files("deploy/demo", DEMO),

@@ -27,15 +27,16 @@ class Alert:
     summary: str
     """What is wrong, in one sentence that is the same for every run."""
     description: str
-    """What is wrong where, and what to do: a template of Prometheus."""
+    """What is wrong where, and what to do: a template of Prometheus; lines are joined."""
     hold_for: int = 0
     """`for`, in seconds."""
     keep_firing_for: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what the conventions of monitoring mixins refuse."""
+        """Join the description's lines, and refuse what the conventions of monitoring mixins refuse."""
+        object.__setattr__(self, "description", " ".join(self.description.split()))
         if not self.name.startswith("OtelTrain") or self.severity not in SEVERITIES:
-            raise CatalogError(f"expected an alert OtelTrain… with a severity of {SEVERITIES}, got {self.name}, {self.severity}")
+            raise CatalogError(f"expected OtelTrain… with a severity of {SEVERITIES}, got {self.name}, {self.severity}")
         if "{{" in self.summary or not self.summary.endswith("."):
             raise CatalogError(f"{self.name}: expected a static sentence as summary, got {self.summary!r}")
         if "$labels.run" not in self.description:
@@ -61,9 +62,11 @@ def _exporter_absent(time_base: TimeBase) -> Alert:
         "critical",
         f"last_over_time({active}[{seconds(time_base.memory)}]) == 1\nunless on (job, run, rank)\n  {active}",
         "A training stopped answering without having ended.",
-        f"Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered, and "
-        f"has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed (out of "
-        "memory, preempted, crashed), or it hangs. Restart it from its last checkpoint.",
+        f"""
+        Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered,
+        and has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed
+        (out of memory, preempted, crashed), or it hangs. Restart it from its last checkpoint.
+        """,
         hold_for=time_base.absent,
     )
 
@@ -72,17 +75,22 @@ def _steps_stalled(time_base: TimeBase) -> Alert:
     silence = f"time() - {recording.LAST_STEP}"
     mean = f"last_over_time({recording.STEP_SECONDS}[{seconds(time_base.memory)}])"
     elsewhere = series(run.PHASE, ("phase!=", "train"))
+    too_long = f"{silence} > clamp_min({MISSED_STEPS} * {mean},"
+    condition = (
+        f"(\n    {too_long} {time_base.stalled})\n  unless on (job, run)\n    {elsewhere}\n"
+        f"or\n    {too_long} {time_base.stalled_elsewhere})\n)"
+    )
     return Alert(
         "OtelTrainStepsStalled",
         "critical",
-        f"(\n    {silence} > clamp_min({MISSED_STEPS} * {mean}, {time_base.stalled})\n  unless on (job, run)\n    {elsewhere}\n"
-        f"or\n    {silence} > clamp_min({MISSED_STEPS} * {mean}, {time_base.stalled_elsewhere})\n)\n"
-        f"and on (job, run)\n  {recording.RUN_ACTIVE} == 1",
+        _active(condition),
         "A training that is not over makes no steps.",
-        "Run {{ $labels.run }} has ended no optimizer step for {{ $value | humanizeDuration }}, more than "
-        f"{MISSED_STEPS} times its mean step. It hangs: in a collective that one rank never entered, in the data loader, in storage, or it "
-        "is stopped. Take a stack of every rank (py-spy dump --pid PID), then restart it from its last checkpoint. Mark long "
-        "evaluations and checkpoints with monitor.phase(…).",
+        f"""
+        Run {{{{ $labels.run }}}} has ended no optimizer step for {{{{ $value | humanizeDuration }}}}, more than {MISSED_STEPS}
+        times its mean step. It hangs: in a collective that one rank never entered, in the data loader, in storage, or it is
+        stopped. Take a stack of every rank (py-spy dump --pid PID), then restart it from its last checkpoint. Mark long
+        evaluations and checkpoints with monitor.phase(…).
+        """,
     )
 
 
@@ -92,9 +100,12 @@ def _loss_non_finite(time_base: TimeBase) -> Alert:
         "critical",
         _appeared(loss.NONFINITE, time_base, ("source", "loss")),
         "The loss is NaN or infinite.",
-        "Run {{ $labels.run }} had about {{ $value | humanize }} non-finite losses in the last "
-        f"{seconds(time_base.window)}. If its weights are not finite either (otel_train_nonfinite_total, source parameter), training on is "
-        "useless: stop it, and go on from a checkpoint before the first one, past the batch that did it or with a lower learning rate.",
+        f"""
+        Run {{{{ $labels.run }}}} had about {{{{ $value | printf "%.0f" }}}} non-finite losses in the last
+        {seconds(time_base.window)}. If its weights are not finite either (otel_train_nonfinite_total, source parameter), training
+        on is useless: stop it, and go on from a checkpoint before the first one, past the batch that did it or with a lower
+        learning rate.
+        """,
         keep_firing_for=time_base.keep_firing,
     )
 
@@ -105,9 +116,11 @@ def _update_ratio_low(time_base: TimeBase) -> Alert:
         "warning",
         _active(f"{recording.RATIO_LOW}\nand on (job, run)\n  {recording.held(recording.LOW_SINCE)}"),
         "The weights hardly move: the learning rate is probably too low.",
-        'The median layer of run {{ $labels.run }} changes by 10^{{ printf "%.1f" $value }} of its weights a step, as it would be at '
-        f"the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at most tenfold at a "
-        "time, and look again; in fine-tuning it can be meant.",
+        f"""
+        The median layer of run {{{{ $labels.run }}}} changes by 10^{{{{ printf "%.1f" $value }}}} of its weights a step, as it
+        would be at the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at
+        most tenfold at a time, and look again; in fine-tuning it can be meant.
+        """,
         hold_for=time_base.patience,
     )
 
@@ -118,9 +131,11 @@ def _update_ratio_high(time_base: TimeBase) -> Alert:
         "warning",
         _active(f"{recording.RATIO_HIGH}\nand on (job, run)\n  {recording.held(recording.HIGH_SINCE)}"),
         "The weights are thrown about: the learning rate is probably too high.",
-        'The median layer of run {{ $labels.run }} changes by 10^{{ printf "%.1f" $value }} of its weights a step, as it would be at '
-        f"the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[1]:g} the limit. Lower the learning rate, or warm up for longer if "
-        "it is only so at the start.",
+        f"""
+        The median layer of run {{{{ $labels.run }}}} changes by 10^{{{{ printf "%.1f" $value }}}} of its weights a step, as it
+        would be at the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[1]:g} the limit. Lower the learning rate, or
+        warm up for longer if it is only so at the start.
+        """,
         hold_for=time_base.patience,
     )
 
@@ -131,12 +146,13 @@ def _layer_stalled(time_base: TimeBase) -> Alert:
         "warning",
         _active(f"(\n{recording.LAYER_STALLED}\n)\nand\n  {recording.held(recording.STALLED_SINCE)}"),
         "A layer does not learn.",
-        "Layer {{ $labels.layer }} (depth {{ $labels.depth }}, {{ $labels.kind }}) of run {{ $labels.run }} changes by "
-        '{{ printf "%.2g" $value }}, while others move. '
-        '{{ if eq $labels.param_group "none" }}It requires gradients, but no attached optimizer has it: add it to one, or freeze it '
-        "with requires_grad_(False).{{ else }}It is in the parameter group {{ $labels.param_group }}: look at its gradient norm (0: its "
-        "output does not reach the loss), at the learning rate of its group, and at the precision of its weights "
-        "(otel_train_layer_changed_ratio).{{ end }}",
+        """
+        Layer {{ $labels.layer }} (depth {{ $labels.depth }}, {{ $labels.kind }}) of run {{ $labels.run }} has an update ratio of
+        {{ printf "%.2g" $value }}, while others move. {{ if eq $labels.param_group "none" }}It requires gradients, but no
+        attached optimizer has it: add it to one, or freeze it with requires_grad_(False).{{ else }}It is in the parameter group
+        {{ $labels.param_group }}: look at its gradient norm (0: its output does not reach the loss), at the learning rate of its
+        group, and at the precision of its weights (otel_train_layer_changed_ratio).{{ end }}
+        """,
         hold_for=time_base.patience,
     )
 

@@ -78,4 +78,3 @@ def _braces(matchers: tuple[Matcher, ...]) -> str:
 
 def _operator(label: str) -> str:
     return label if label.endswith(("=", "~")) else f"{label}="
-

@@ -111,9 +111,7 @@ def _of_update_ratios() -> tuple[RecordingRule, ...]:
         ),
         RecordingRule(
             MEDIAN_AT_PEAK,
-            median(
-                f"log10(\n  ({matrices} > 0)\n/ on (job, run, param_group) group_left ()\n  ({schedule} >= {NEAR_PEAK:g})\n)"
-            ),
+            median(f"log10(\n  ({matrices} > 0)\n/ on (job, run, param_group) group_left ()\n  ({schedule} >= {NEAR_PEAK:g})\n)"),
             "log10 of the median update ratio as it would be at the peak of the schedule: decay is not too low.",
         ),
     )

@@ -126,9 +126,10 @@ class Stack:
         """Wait until Prometheus has scraped the first target, which takes it about 5 seconds; say whether it did."""
         deadline = time.monotonic() + _SCRAPED_SECONDS
         while time.monotonic() < deadline and not self.prometheus.ended:
-            with contextlib.suppress(OSError, ValueError, KeyError), urllib.request.urlopen(
-                f"{self.prometheus.url}/api/v1/query?query=up", timeout=2
-            ) as reply:
+            with (
+                contextlib.suppress(OSError, ValueError, KeyError),
+                urllib.request.urlopen(f"{self.prometheus.url}/api/v1/query?query=up", timeout=2) as reply,  # noqa: S310  # ours
+            ):
                 if any(series["value"][1] == "1" for series in json.load(reply)["data"]["result"]):
                     return True
             time.sleep(0.2)
@@ -136,8 +137,9 @@ class Stack:
 
     def describe(self) -> Iterator[str]:
         """Say where everything is."""
-        fast = " (the demo's: the shipped rules on faster clocks)" if self._options.time_base == "demo" else ""
-        yield f"Prometheus    {self.prometheus.url}  scrapes {', '.join(self._options.targets)}; time base {self._options.time_base}{fast}"
+        targets = ", ".join(self._options.targets)
+        clocks = "the demo's: the shipped rules on faster clocks" if self._options.time_base == "demo" else "standard"
+        yield f"Prometheus    {self.prometheus.url}  scrapes {targets}; time base: {clocks}"
         yield f"Alertmanager  {self.alertmanager.url}  sends to the webhook {self.webhook.url}/alerts"
         kept = "kept" if self._options.data is not None else "deleted at the end"
         yield f"Files         {self._folder}  configurations, data and logs; {kept}"
@@ -152,7 +154,7 @@ class Announcer:
     """
 
     def __init__(self, say: Callable[[str], None], when: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
-        self._say, self._when = say, when
+        self.say, self._when = say, when
         self._said: dict[str, bool] = {}
         self.fired: list[ReceivedAlert] = []
         """Alerts in the order in which they came."""
@@ -164,7 +166,7 @@ class Announcer:
         self.fired += [alert for alert in news if alert.firing]
         for firing in (True, False):
             for name in dict.fromkeys(alert.name for alert in news if alert.firing is firing):
-                self._say("\n".join(self._lines([a for a in news if a.firing is firing and a.name == name])))
+                self.say("\n".join(self._lines([a for a in news if a.firing is firing and a.name == name])))
 
     def _lines(self, alerts: list[ReceivedAlert]) -> Iterator[str]:
         first = alerts[0]
