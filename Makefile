@@ -1,12 +1,13 @@
-# make demo | test | lint | fmt | generate | servers | clean; each creates .venv on first use.
+# make demo | alarm | test | lint | fmt | generate | servers | clean; each creates .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The CPU build of this torch is enough for everything here; PyPI's default would bring gigabytes of CUDA on Linux.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+SCENARIO ?= frozen-layer
 
-.PHONY: demo test lint fmt generate servers clean
+.PHONY: demo alarm test lint fmt generate servers clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml Makefile
@@ -18,7 +19,10 @@ $(VENV)/installed: pyproject.toml Makefile
 demo: $(VENV)/installed  ## train the demo and look inside
 	$(BIN)/otel-train demo $(DEMO_ARGS)
 
-servers:  ## unpack Prometheus 3.5 and 2.42 for the tests that need them
+alarm: $(VENV)/installed servers  ## train a broken demo, watched by a real Prometheus and Alertmanager
+	PATH="$(CURDIR)/.servers/current/usr/bin:$$PATH" $(BIN)/otel-train demo --stack --scenario $(SCENARIO) $(DEMO_ARGS)
+
+servers:  ## unpack Prometheus 3.5 and 2.42, Alertmanager and Docker Compose
 	scripts/get-servers.sh .servers
 
 test: $(VENV)/installed servers  ## all tests

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Puts the real servers that tests talk to into a directory; unpacked from Debian's packages, none is installed.
 #   current/usr/bin: Prometheus 3, promtool, Alertmanager, amtool, VictoriaMetrics    stable/usr/bin: the same of Prometheus 2.42
+#   current/usr/libexec/docker/cli-plugins/docker-compose, which checks Compose files without an engine
 # Usage: scripts/get-servers.sh [DIRECTORY]    (default: .servers in the repository; what is there already is kept)
 # CURRENT_SUITE and STABLE_SUITE name the Debian suites to take them from.
 set -euo pipefail
@@ -39,9 +40,10 @@ unpack() {                       # unpack NAME SUITE PACKAGE...: all of them or 
     mv "$scratch/$name/out" "$target/$name"
 }
 
-new=(prometheus promtool prometheus-alertmanager amtool victoria-metrics)
+compose=../libexec/docker/cli-plugins/docker-compose
+new=(prometheus promtool prometheus-alertmanager amtool victoria-metrics "$compose")
 old=(prometheus promtool prometheus-alertmanager amtool)
-complete current "${new[@]}" || unpack current "${CURRENT_SUITE:-sid}" prometheus promtool prometheus-alertmanager victoria-metrics
+complete current "${new[@]}" || unpack current "${CURRENT_SUITE:-sid}" prometheus promtool prometheus-alertmanager victoria-metrics docker-compose
 complete stable "${old[@]}" || unpack stable "${STABLE_SUITE:-bookworm}" prometheus prometheus-alertmanager
 complete current "${new[@]}" && complete stable "${old[@]}" || fail "the packages lack a program that was expected under $target"
 

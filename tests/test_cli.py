@@ -31,6 +31,12 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (("demo", "--port", "99999"), "argument --port: expected a port from 0 to 65535, got '99999'"),
         (("demo", "--every-n-steps", "-1"), "argument --every-n-steps: expected a whole number"),
         (("demo", "--nonsense"), "unrecognized arguments: --nonsense"),
+        (("demo", "--scenario", "lr"), "argument --scenario: invalid choice: 'lr'"),
+        (("stack", "--target", "node1"), "argument --target: expected HOST:PORT, got 'node1'"),
+        (("stack", "--target", "http://node1:9464"), "argument --target: expected HOST:PORT, got 'http://node1:9464'"),
+        (("stack", "--target", "node1:70000"), "argument --target: expected HOST:PORT, got 'node1:70000'"),
+        (("stack", "--time-base", "slow"), "argument --time-base: invalid choice: 'slow'"),
+        (("assets",), "the following arguments are required: DIR"),
     ],
 )
 def test_bad_usage_exits_2_with_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -50,6 +56,25 @@ def test_a_bad_environment_exits_2_with_one_line(monkeypatch: pytest.MonkeyPatch
         2,
         "otel-train: every_n_steps: expected an integer of at least 1, got 0\n",
     )
+
+
+def test_a_stack_without_servers_exits_2_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says what to install, and how to do without."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    result = run("stack")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("otel-train: expected Prometheus and Alertmanager on the PATH, found none; install them")
+    assert "otel-train assets DIR" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_generate_without_its_libraries_says_which_extra_it_needs() -> None:
+    """They are an extra: trainings need none of them."""
+    script = "import sys; sys.modules['yaml'] = None; import otel_train.cli; sys.exit(otel_train.cli.main(['generate']))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert result.returncode == 2
+    assert "pip install 'otel-train[dashboards]'" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_the_demo_gives_the_url_first_and_a_verdict_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,13 +33,24 @@ def _missing(server: Prometheus) -> set[str]:
     return {name for name, stored in names.items() if not server.query(f"last_over_time({stored}[10m])")}
 
 
+def panel_queries() -> list[str]:
+    """Return what the panels of all dashboards ask for, with the demo's run, and an interval that fits the scrapes."""
+    boards = [json.loads(path.read_text()) for path in sorted((ROOT / "dashboards").glob("*.json"))]
+    queries = [target["expr"] for board in boards for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(queries) > 20
+    variables = {"$__rate_interval": "5s", "$job": ".+", "$run": "demo"}
+    for name, value in variables.items():
+        queries = [query.replace(name, value) for query in queries]
+    return queries
+
+
 def test_both_servers_store_the_whole_catalog_of_the_demo_and_its_end(tmp_path: Path) -> None:
-    """`up` is 1 while it runs, each metric that applies has been stored, promtool finds nothing, `run_active` ends at 0."""
+    """`up` is 1, each metric that applies is stored, each panel of a dashboard has data, promtool finds nothing, `run_active` ends at 0."""
     environment = {**os.environ, "OTEL_TRAIN_PEAK_FLOPS": "1e12", "OTEL_TRAIN_RUN": "demo"}
     port, log = free_port(), tmp_path / "demo.log"
     command = [sys.executable, "-u", "-m", "otel_train", "demo", "--steps", "150", "--port", str(port), "--every-n-steps", "4"]
     up: dict[str, list[float]] = {version: [] for version in VERSIONS}
-    exposition = ""
+    exposition, empty = "", {"never asked"}
     # the servers first: the warmup, in which some metrics exist only, is a few seconds long
     with prometheus("current", {"demo": port}) as current, prometheus("stable", {"demo": port}) as stable:
         servers: dict[Version, Prometheus] = {"current": current, "stable": stable}
@@ -51,10 +63,12 @@ def test_both_servers_store_the_whole_catalog_of_the_demo_and_its_end(tmp_path: 
                     up[version] += [series.value for series in server.query("up")]
                 if "step 144/150" in log.read_text() and not exposition:
                     exposition = get(f"http://127.0.0.1:{port}/metrics")
+                    empty = {q for server in servers.values() for q in panel_queries() if not server.query(q)}
                 time.sleep(0.5)
         finally:
             stop(demo)
         assert demo.returncode == 0, log.read_text()
+        assert empty == set()
         for version, server in servers.items():
             assert 1.0 in up[version]
             assert _missing(server) == set(NOT_IN_THE_DEMO)

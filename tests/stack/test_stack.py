@@ -1,0 +1,144 @@
+"""The servers of a stack: found, started with the shipped files, and gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from otel_train.errors import StackError
+from otel_train.stack import Stack, StackOptions
+from otel_train.stack.programs import Server, find_programs, free_port
+from tests.servers import VERSIONS, Version, find_program, get
+
+
+def program(folder: Path, name: str, text: str = "#!/bin/sh\nexit 1\n") -> Path:
+    """Write an executable."""
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [((), "Prometheus and Alertmanager"), (("prometheus",), "Alertmanager"), (("alertmanager",), "Prometheus")],
+)
+def test_missing_programs_are_named_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], missing: str
+) -> None:
+    """One line, with the way out."""
+    for name in there:
+        program(tmp_path, name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StackError) as raised:
+        find_programs()
+    assert str(raised.value).startswith(
+        f"expected {missing} on the PATH, found none; install them (Debian, Ubuntu: apt-get install"
+    )
+    assert "\n" not in str(raised.value)
+
+
+def test_alertmanager_is_found_under_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's, and everybody else's in front."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program(tmp_path, "prometheus")
+    debian = program(tmp_path, "prometheus-alertmanager")
+    assert find_programs().alertmanager == debian
+    own = program(tmp_path, "alertmanager")
+    assert find_programs().alertmanager == own
+
+
+def test_a_server_that_ends_at_once_is_said_with_its_last_words(tmp_path: Path) -> None:
+    """And where the others are."""
+    broken = program(tmp_path, "broken", "#!/bin/sh\necho first\necho 'no template'\n")
+    log = tmp_path / "log"
+    with pytest.raises(StackError) as raised:
+        Server("Alertmanager", [str(broken)], "http://127.0.0.1:9", log)
+    assert str(raised.value) == f"Alertmanager ended at once: no template (all of it: {log})"
+
+
+def test_a_program_that_cannot_be_started_is_said(tmp_path: Path) -> None:
+    """One line, no traceback of ours."""
+    with pytest.raises(StackError, match=r"Prometheus"):
+        Server("Prometheus", [str(tmp_path / "gone")], "http://127.0.0.1:9", tmp_path / "log")
+
+
+def test_a_taken_port_is_replaced_by_a_free_one() -> None:
+    """People have a Prometheus of their own."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        assert free_port(taken) not in {0, taken}
+    assert free_port(taken) == taken
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_stack_runs_the_shipped_files_and_leaves_nothing(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses put in, the secret readable by its owner only, every target scraped; afterwards no server and no folder."""
+    monkeypatch.setenv("PATH", f"{find_program(version, 'prometheus').parent}{os.pathsep}{os.environ['PATH']}")
+    targets = ("localhost:1", "localhost:2")
+    with Stack(StackOptions(targets, "standard"), lambda _: None) as stack:
+        described = "\n".join(stack.describe())
+        folder = Path(described.split("Files         ")[1].split("  ")[0])
+        assert "deleted at the end" in described
+        config = json.loads(get(f"{stack.prometheus.url}/api/v1/status/config"))["data"]["yaml"]
+        assert all(text in config for text in ("localhost:1", "otel-train", stack.alertmanager.url.removeprefix("http://")))
+        assert "localhost:9464" not in config
+        rules = json.loads(get(f"{stack.prometheus.url}/api/v1/rules"))["data"]["groups"]
+        assert len(rules[0]["rules"]) == 18
+        assert rules[0]["rules"][-1]["annotations"]["runbook_url"].startswith(f"{stack.webhook.url}/runbooks/")
+        token = folder / "deploy/alertmanager/secrets/webhook_token"
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert json.loads((folder / "deploy/prometheus/targets/stack.json").read_text()) == [{"targets": ["localhost:2"]}]
+        assert f"url: {stack.webhook.url}/alerts" in (folder / "deploy/alertmanager/alertmanager.yaml").read_text()
+    assert stack.prometheus.ended
+    assert stack.alertmanager.ended
+    assert not folder.exists()
+
+
+@pytest.mark.servers
+def test_data_is_kept_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second stack on it goes on."""
+    monkeypatch.setenv("PATH", f"{find_program('current', 'prometheus').parent}{os.pathsep}{os.environ['PATH']}")
+    for _ in range(2):
+        with Stack(StackOptions(data=tmp_path / "kept"), lambda _: None) as stack:
+            assert "kept" in "\n".join(stack.describe())
+    assert (tmp_path / "kept/prometheus-data").is_dir()
+    assert (tmp_path / "kept/deploy/compose.yaml").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+@pytest.mark.servers
+def test_servers_end_with_a_stack_that_is_killed(tmp_path: Path) -> None:
+    """SIGKILL leaves no time to stop them."""
+    path = f"{find_program('current', 'prometheus').parent}{os.pathsep}{os.environ['PATH']}"
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "otel_train", "stack", "--data", str(tmp_path / "data")],
+            stdout=output, stderr=output, env=os.environ | {"PATH": path}, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    deadline = time.monotonic() + 40
+    while "Waiting for alerts" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    url = log.read_text().split("Prometheus    ")[1].split()[0]
+    assert get(f"{url}/-/ready")
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        try:
+            get(f"{url}/-/ready", timeout=1)
+        except OSError:
+            return
+        time.sleep(0.2)
+    pytest.fail("Prometheus outlived the stack that started it")
