@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -156,11 +157,16 @@ class Announcer:
     def __init__(self, say: Callable[[str], None], when: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self.say, self._when = say, when
         self._said: dict[str, bool] = {}
+        self._lock = threading.Lock()  # messages about several runs come at once
         self.fired: list[ReceivedAlert] = []
         """Alerts in the order in which they came."""
 
     def received(self, alerts: tuple[ReceivedAlert, ...]) -> None:
         """Take a message."""
+        with self._lock:
+            self._announce(alerts)
+
+    def _announce(self, alerts: tuple[ReceivedAlert, ...]) -> None:
         news = [alert for alert in alerts if self._said.get(alert.fingerprint, False) != alert.firing]
         self._said.update({alert.fingerprint: alert.firing for alert in news})
         self.fired += [alert for alert in news if alert.firing]
@@ -191,9 +197,10 @@ def run_stack(options: StackOptions) -> None:
         print("\n".join(stack.describe()), flush=True)
         print("Waiting for alerts; Ctrl-C ends it.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            while not (stack.prometheus.ended or stack.alertmanager.ended):
+            while True:
+                stack.prometheus.check()
+                stack.alertmanager.check()
                 time.sleep(0.5)
-            raise StackError("a server ended by itself; its log is lost unless --data keeps it")
 
 
 def _write_secret(path: Path, text: str) -> None:

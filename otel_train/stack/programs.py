@@ -40,7 +40,7 @@ def find_programs() -> Programs:
         raise StackError(
             f"expected {' and '.join(missing)} on the PATH, found none; install them (Debian, Ubuntu: apt-get install prometheus "
             "prometheus-alertmanager; macOS: brew install prometheus alertmanager), or run them in Docker: otel-train assets DIR, "
-            "then see DIR/deploy/compose.yaml"
+            "then docker compose -f DIR/deploy/compose.yaml up (its first lines name the secrets it needs)"
         )
     return Programs(*(Path(path) for path in found.values() if path is not None))
 
@@ -90,6 +90,15 @@ class Server:
     def ended(self) -> bool:
         """Whether it has ended, by itself or stopped."""
         return self._process.poll() is not None
+
+    def check(self) -> None:
+        """Do nothing while it runs.
+
+        Raises:
+            StackError: It has ended by itself.
+        """
+        if self.ended:
+            raise StackError(f"{self.name} ended by itself: {self._last_line()}; start the stack again")
 
     def stop(self) -> None:
         """Ask it to end, then insist; twice is harmless."""

@@ -64,6 +64,31 @@ def test_a_server_that_ends_at_once_is_said_with_its_last_words(tmp_path: Path) 
     assert str(raised.value) == f"Alertmanager ended at once: no template (all of it: {log})"
 
 
+def test_a_server_that_ends_later_is_said_too(tmp_path: Path) -> None:
+    """Somebody stopped it, or its disk is full."""
+    import http.server
+    import threading
+
+    class Ready(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *unused: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Ready) as answering:
+        threading.Thread(target=answering.serve_forever, args=(0.1,), daemon=True).start()
+        dying = program(tmp_path, "dying", "#!/bin/sh\necho 'disk full'\nsleep 0.3\n")
+        server = Server("Prometheus", [str(dying)], f"http://127.0.0.1:{answering.server_port}", tmp_path / "log")
+        server.check()
+        while not server.ended:
+            time.sleep(0.05)
+        answering.shutdown()
+    with pytest.raises(StackError, match="Prometheus ended by itself: disk full; start the stack again"):
+        server.check()
+
+
 def test_a_program_that_cannot_be_started_is_said(tmp_path: Path) -> None:
     """One line, no traceback of ours."""
     with pytest.raises(StackError, match=r"Prometheus"):
