@@ -138,67 +138,75 @@ def render_dashboard_provider() -> str:
 def render_compose() -> str:
     """Return the Compose file."""
     comment = """\
-# Prometheus, Alertmanager and Grafana beside a training on the same Linux machine:
+# Prometheus, Alertmanager and Grafana beside a training on the same Linux machine. In this file's folder:
 #   mkdir -p secrets alertmanager/secrets
 #   openssl rand -hex 24 > secrets/grafana_admin_password
 #   printf %s TOKEN-OF-YOUR-WEBHOOK > alertmanager/secrets/webhook_token
 #   docker compose up --detach
 # They share the network of the machine, so that they reach the training's endpoint on loopback, and listen there only: nothing is
-# open to other machines. Grafana's user is admin, its password the first file's; there is no other.
+# open to other machines. Grafana's user is admin, its password the first file's; there is no other. The containers read the secrets
+# as users of their own: the two files must be readable to all, the folders above need not be open to others.
 """
     config = {
         "name": "otel-train",
         "services": {
-            "prometheus": _service(
-                "prometheus",
-                command=[
-                    "--config.file=/etc/prometheus/prometheus.yaml",
-                    "--storage.tsdb.path=/prometheus",
-                    "--storage.tsdb.retention.time=90d",
-                    f"--web.listen-address={PROMETHEUS_ADDRESS}",
-                ],
-                volumes=["./prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
-                health=f"http://{PROMETHEUS_ADDRESS}/-/ready",
-                after=["alertmanager"],
-            ),
-            "alertmanager": _service(
-                "alertmanager",
-                command=[
-                    "--config.file=/etc/alertmanager/alertmanager.yaml",
-                    "--storage.path=/alertmanager",
-                    f"--web.listen-address={ALERTMANAGER_ADDRESS}",
-                    "--cluster.listen-address=",
-                ],
-                volumes=["./alertmanager:/etc/alertmanager:ro", "alertmanager:/alertmanager"],
-                health=f"http://{ALERTMANAGER_ADDRESS}/-/ready",
-            ),
-            "grafana": {
-                **_service(
-                    "grafana",
-                    volumes=[
-                        "./grafana/provisioning:/etc/grafana/provisioning:ro",
-                        "../dashboards:/etc/otel-train/dashboards:ro",
-                        "grafana:/var/lib/grafana",
-                    ],
-                    health=f"http://{GRAFANA_ADDRESS}/api/health",
-                    after=["prometheus"],
-                ),
-                "environment": {
-                    "GF_SERVER_HTTP_ADDR": GRAFANA_ADDRESS.partition(":")[0],
-                    "GF_SERVER_HTTP_PORT": GRAFANA_ADDRESS.partition(":")[2],
-                    "GF_SECURITY_ADMIN_PASSWORD__FILE": "/run/secrets/grafana_admin_password",
-                    "GF_USERS_ALLOW_SIGN_UP": "false",
-                    "GF_AUTH_ANONYMOUS_ENABLED": "false",
-                    "GF_ANALYTICS_REPORTING_ENABLED": "false",
-                    "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
-                },
-                "secrets": ["grafana_admin_password"],
-            },
+            "prometheus": _prometheus_service(),
+            "alertmanager": _alertmanager_service(),
+            "grafana": _grafana_service(),
         },
         "secrets": {"grafana_admin_password": {"file": "./secrets/grafana_admin_password"}},
         "volumes": {"prometheus": {}, "alertmanager": {}, "grafana": {}},
     }
     return _file(comment, config)
+
+
+def _prometheus_service() -> dict[str, Any]:
+    return _service(
+        "prometheus",
+        command=[
+            "--config.file=/etc/prometheus/prometheus.yaml",
+            "--storage.tsdb.path=/prometheus",
+            "--storage.tsdb.retention.time=90d",
+            f"--web.listen-address={PROMETHEUS_ADDRESS}",
+        ],
+        volumes=["./prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
+        health=f"http://{PROMETHEUS_ADDRESS}/-/ready",
+        after=["alertmanager"],
+    )
+
+
+def _alertmanager_service() -> dict[str, Any]:
+    return _service(
+        "alertmanager",
+        command=[
+            "--config.file=/etc/alertmanager/alertmanager.yaml",
+            "--storage.path=/alertmanager",
+            f"--web.listen-address={ALERTMANAGER_ADDRESS}",
+            "--cluster.listen-address=",
+        ],
+        volumes=["./alertmanager:/etc/alertmanager:ro", "alertmanager:/alertmanager"],
+        health=f"http://{ALERTMANAGER_ADDRESS}/-/ready",
+    )
+
+
+def _grafana_service() -> dict[str, Any]:
+    host, _, port = GRAFANA_ADDRESS.partition(":")
+    volumes = [
+        "./grafana/provisioning:/etc/grafana/provisioning:ro",
+        "../dashboards:/etc/otel-train/dashboards:ro",
+        "grafana:/var/lib/grafana",
+    ]
+    environment = {
+        "GF_SERVER_HTTP_ADDR": host,
+        "GF_SERVER_HTTP_PORT": port,
+        "GF_SECURITY_ADMIN_PASSWORD__FILE": "/run/secrets/grafana_admin_password",
+        "GF_USERS_ALLOW_SIGN_UP": "false",
+        "GF_AUTH_ANONYMOUS_ENABLED": "false",
+        "GF_ANALYTICS_REPORTING_ENABLED": "false",
+        "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+    }
+    service = _service("grafana", volumes=volumes, health=f"http://{GRAFANA_ADDRESS}/api/health", after=["prometheus"])
+    return {**service, "environment": environment, "secrets": ["grafana_admin_password"]}
 
 
 def _service(

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing_extensions import Self
 
 from otel_train import assets
-from otel_train.errors import StackError
 from otel_train.stack.programs import Programs, Server, find_programs, free_port
 from otel_train.stack.receiver import ReceivedAlert, Receiver
 
