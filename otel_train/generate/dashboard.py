@@ -82,16 +82,17 @@ def _siblings() -> dashboard.DashboardLink:
 
 
 def _firing() -> dashboard.AnnotationQuery:
+    """Mark when alerts begin: regions of many layers would bury what the panels show."""
+    each, step = "max by (alertname, run)", seconds(STANDARD.scrape)
     return (
         dashboard.AnnotationQuery()
         .name("Alerts")
         .datasource(DATA_SOURCE)
-        .expr(FIRING)
+        .expr(f"{each} ({FIRING}) unless {each} ({FIRING} offset {step})")
         .enable(True)
         .icon_color("red")
         .title_format("{{alertname}}")
-        .text_format("{{layer}}")
-        .step(seconds(STANDARD.scrape))
+        .step(step)
     )
 
 

@@ -75,7 +75,13 @@ def _now() -> tuple[stat.Panel, ...]:
             decimals=2,
             steps=_BAND,
         ),
-        number("Tokens per second", throughput.TOKENS.brief, merged("sum", rate(throughput.TOKENS, INTERVAL, *RUN)), "short"),
+        number(
+            "Tokens per second",
+            throughput.TOKENS.brief,
+            merged("sum", rate(throughput.TOKENS, INTERVAL, *RUN)),
+            "short",
+            decimals=1,
+        ),
         number("MFU", throughput.MFU.brief, merged("avg", series(throughput.MFU, *RUN)), "percentunit", decimals=1),
         number("Time left", "Planned steps that are left, at the present duration of a step.", left, "s"),
     )

@@ -138,7 +138,7 @@ class Stack:
     def describe(self) -> Iterator[str]:
         """Say where everything is."""
         targets = ", ".join(self._options.targets)
-        clocks = "the demo's: the shipped rules on faster clocks" if self._options.time_base == "demo" else "standard"
+        clocks = "the demo's (the shipped rules on faster clocks)" if self._options.time_base == "demo" else "standard"
         yield f"Prometheus    {self.prometheus.url}  scrapes {targets}; time base: {clocks}"
         yield f"Alertmanager  {self.alertmanager.url}  sends to the webhook {self.webhook.url}/alerts"
         kept = "kept" if self._options.data is not None else "deleted at the end"
