@@ -14,6 +14,7 @@ from otel_train import assets
 from otel_train.generate.alerts import alerts
 from otel_train.generate.deploy import IMAGES
 from otel_train.generate.time_base import DEMO, STANDARD, TimeBase
+from tests.generate.queries import unknown
 from tests.servers import REPOSITORY, VERSIONS, Version, find_program
 
 FOLDERS = {"deploy": STANDARD, "deploy/demo": DEMO}
@@ -148,3 +149,13 @@ def test_every_alert_has_a_runbook_that_its_link_leads_to() -> None:
         sections = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in text.split("\n## ")[1:]}
         assert list(sections) == ["Meaning", "Impact", "Diagnosis", "Mitigation"]
         assert all(len(section) > 100 for section in sections.values()), alert.name
+
+
+@pytest.mark.parametrize("alert", [alert.name for alert in alerts(STANDARD)])
+def test_every_query_of_a_runbook_names_what_exists(alert: str) -> None:
+    """People paste them at night."""
+    prose = (REPOSITORY / f"otel_train/generate/runbooks/{alert}.md").read_text()
+    queries = [line.strip() for block in prose.split("```")[1::2] for line in block.splitlines() if line.strip()]
+    assert len(queries) >= 3
+    for query in queries:
+        assert unknown(query.replace("$layer", "fc")) == set(), query
