@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,8 +81,9 @@ def test_a_renamed_metric_is_drift_in_everything_that_shows_it(tmp_path: Path, m
         assert f"--- {path}" in changed
 
 
-def test_a_deleted_metric_stops_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build breaks, and not the dashboard."""
-    monkeypatch.delattr(updates, "LAYER_UPDATE_RATIO")
-    with pytest.raises(AttributeError, match="LAYER_UPDATE_RATIO"):
-        generate.ARTIFACTS["dashboards/overview.json"]()
+def test_a_deleted_metric_stops_the_generator() -> None:
+    """The build breaks, and not the dashboard; in a process of its own, since the order of the specs is that of the module."""
+    script = "from otel_train.catalog import updates; del updates.LAYER_UPDATE_RATIO; import otel_train.generate as g; g.ARTIFACTS"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "has no attribute 'LAYER_UPDATE_RATIO'" in done.stderr
