@@ -83,7 +83,9 @@ def test_a_renamed_metric_is_drift_in_everything_that_shows_it(tmp_path: Path, m
 
 def test_a_deleted_metric_stops_the_generator() -> None:
     """The build breaks, and not the dashboard; in a process of its own, since the order of the specs is that of the module."""
-    script = "from otel_train.catalog import updates; del updates.LAYER_UPDATE_RATIO; import otel_train.generate as g; g.ARTIFACTS"
+    script = (
+        "from otel_train import cli; from otel_train.catalog import updates as u; del u.LAYER_UPDATE_RATIO; cli.main(['generate'])"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "has no attribute 'LAYER_UPDATE_RATIO'" in done.stderr
