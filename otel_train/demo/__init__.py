@@ -77,6 +77,8 @@ def run_demo(options: DemoOptions) -> None:
     seen = otel_train.MemorySink()
     with _attached(demo, options, seen) as monitor, contextlib.ExitStack() as closing:
         _greet(monitor, demo)
+        if options.stack and monitor.port is None:
+            print("No stack: OTEL_SDK_DISABLED switches the endpoint off, so that there is nothing to scrape.")
         watch = closing.enter_context(Watch(demo.scenario, demo.steps, monitor.port if options.stack else None))
         began = time.perf_counter()
         with make_progress(demo.steps) as progress:

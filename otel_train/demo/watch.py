@@ -12,6 +12,7 @@ from otel_train.demo.scenarios import Scenario
 from otel_train.errors import StackError
 from otel_train.stack import Announcer, Stack, StackOptions
 
+_SCRAPE_SECONDS = 30.0
 _AFTERWARDS_SECONDS = 10
 """How long to wait after the end for alerts that should not come: twice what the demo's clocks take to miss a training."""
 
@@ -43,7 +44,7 @@ class Watch:
             print(f"No stack: {error}.\nThe training goes on without it.", flush=True)
             return self
         print("\n".join(stack.describe()), flush=True)
-        if not stack.wait_for_scrape():
+        if not stack.wait_for_scrape(_SCRAPE_SECONDS):
             print("Prometheus does not reach the training; it goes on all the same.", flush=True)
         return self
 

@@ -26,19 +26,18 @@ def _prometheus_files(folder: str, time_base: TimeBase) -> dict[str, Callable[[]
     }
 
 
-ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {
-        "dashboards/METRICS.md": render_reference,
-        "dashboards/overview.json": render_overview,
-        **_prometheus_files("deploy", STANDARD),
-        "deploy/compose.yaml": deploy.render_compose,
-        **_prometheus_files("deploy/demo", DEMO),
-        "deploy/grafana/provisioning/dashboards/otel-train.yaml": deploy.render_dashboard_provider,
-        "deploy/grafana/provisioning/datasources/otel-train.yaml": deploy.render_data_sources,
-        "deploy/runbooks/README.md": partial(render_index, alerts(STANDARD)),
-        **{f"deploy/runbooks/{alert.name}.md": partial(render_runbook, alert) for alert in alerts(STANDARD)},
-    }
-)
+_FILES: dict[str, Callable[[], str]] = {
+    "dashboards/METRICS.md": render_reference,
+    "dashboards/overview.json": render_overview,
+    **_prometheus_files("deploy", STANDARD),
+    "deploy/compose.yaml": deploy.render_compose,
+    **_prometheus_files("deploy/demo", DEMO),
+    "deploy/grafana/provisioning/dashboards/otel-train.yaml": deploy.render_dashboard_provider,
+    "deploy/grafana/provisioning/datasources/otel-train.yaml": deploy.render_data_sources,
+    "deploy/runbooks/README.md": partial(render_index, alerts(STANDARD)),
+    **{f"deploy/runbooks/{alert.name}.md": partial(render_runbook, alert) for alert in alerts(STANDARD)},
+}
+ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType(dict(sorted(_FILES.items())))
 """Path in the repository to what renders it; rendering is deterministic."""
 
 

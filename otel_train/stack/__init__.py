@@ -19,13 +19,14 @@ from types import TracebackType
 from typing_extensions import Self
 
 from otel_train import assets
+from otel_train.errors import StackError
 from otel_train.stack.programs import Programs, Server, find_programs, free_port
 from otel_train.stack.receiver import ReceivedAlert, Receiver
 
 TIME_BASES = {"standard": "deploy", "demo": "deploy/demo"}
 """Names of the shipped time bases, and the folders of their configurations."""
 _RETENTION = "90d"
-_SCRAPED_SECONDS = 30.0
+_FIRST_SCRAPE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,10 @@ class Stack:
         _write_secret(config / "alertmanager/secrets/webhook_token", token)
         (config / "prometheus/targets/stack.json").write_text(json.dumps([{"targets": self._options.targets[1:]}]))
         runbooks = {path.name: path.read_text(encoding="utf-8") for path in sorted((folder / "deploy/runbooks").glob("*.md"))}
-        self.webhook = Receiver(webhook, token, runbooks, self._received)
+        try:
+            self.webhook = Receiver(webhook, token, runbooks, self._received)
+        except OSError as error:
+            raise StackError(f"the webhook cannot listen on 127.0.0.1:{webhook}: {error.strerror}; try again") from error
         self._exit.callback(self.webhook.close)
         self.alertmanager = self._server(
             "Alertmanager",
@@ -122,9 +126,9 @@ class Stack:
         self._exit.callback(server.stop)
         return server
 
-    def wait_for_scrape(self) -> bool:
-        """Wait until Prometheus has scraped the first target, which takes it about 5 seconds; say whether it did."""
-        deadline = time.monotonic() + _SCRAPED_SECONDS
+    def wait_for_scrape(self, seconds: float) -> bool:
+        """Wait until Prometheus has scraped a target, which takes it about 5 seconds from its start; say whether it did."""
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.prometheus.ended:
             with (
                 contextlib.suppress(OSError, ValueError, KeyError),
@@ -196,6 +200,8 @@ def run_stack(options: StackOptions) -> None:
         print("\n".join(stack.describe()), flush=True)
         print("Waiting for alerts; Ctrl-C ends it.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
+            if not stack.wait_for_scrape(_FIRST_SCRAPE_SECONDS):
+                print("No training answers there yet; Prometheus goes on asking.", flush=True)
             while True:
                 stack.prometheus.check()
                 stack.alertmanager.check()
