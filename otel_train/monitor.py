@@ -30,7 +30,7 @@ from otel_train.errors import ConfigError
 from otel_train.guard import PARTS, Guard
 from otel_train.hooks.attachment import Attachment
 from otel_train.hooks.loader import TimedLoader
-from otel_train.hooks.pending import Step
+from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.targets import check_model, named_optimizers, unwrapped
 from otel_train.records import Coverage
 from otel_train.sinks import Sink
@@ -123,7 +123,7 @@ class Monitor:
         self._prometheus = PrometheusSink()
         self._endpoint: Endpoint | None = None
         self._model = weakref.ref(model)
-        self._worker: Worker[Step | Coverage] = Worker("otel-train", self._handle, self._publish)
+        self._worker: Worker[Step | PendingMicroBatches | Coverage] = Worker("otel-train", self._handle, self._publish)
         self._previous_sigterm: Any = None
         if self._disabled:
             self._attachment: Attachment | None = None
@@ -206,10 +206,12 @@ class Monitor:
             self._guard.errors["endpoint"] += 1
             _LOG.warning("no endpoint: cannot listen on %s port %d (%s)", self._config.host, port, error)
 
-    def _handle(self, item: Step | Coverage) -> None:
+    def _handle(self, item: Step | PendingMicroBatches | Coverage) -> None:
         with self._guard.part("export"):
             if isinstance(item, Coverage):
                 self._assembler.cover(item)
+            elif isinstance(item, PendingMicroBatches):
+                self._assembler.wait(item.resolve())
             else:
                 self._assembler.add(item.resolve())
 

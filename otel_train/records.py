@@ -131,6 +131,15 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """What micro-batches told that wait for their optimizer step, which may be long in coming."""
+
+    tokens: int
+    samples: int
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """What of the model is monitored; changes when parameters are frozen or thawed."""
 

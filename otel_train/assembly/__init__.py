@@ -6,13 +6,13 @@ import itertools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from otel_train.assembly.layer import gradient_norm, samples_of
 from otel_train.assembly.schedule import SchedulePeak
 from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
-from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, ParameterReading, StepRecord
+from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, MicroBatches, ParameterReading, StepRecord
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
 
 _MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
@@ -75,6 +75,25 @@ class _Histogram:
         return HistogramValue(bounds, tuple(b - a for a, b in zip([0, *upto], upto, strict=False)), self.total)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """What the micro-batches of the step under way add up to."""
+
+    tokens: int = 0
+    samples: int = 0
+    losses: int = 0
+    loss: float = 0.0
+
+    def add(self, told: MicroBatches) -> None:
+        self.tokens += told.tokens
+        self.samples += told.samples
+        self.losses += len(told.losses)
+        self.loss += sum(told.losses)
+
+    def mean_loss(self) -> float | None:
+        return self.loss / self.losses if self.losses else None
+
+
 class Assembler:
     """Adds up step records and tells the state of the run as a Snapshot.
 
@@ -94,6 +113,7 @@ class Assembler:
         self._seconds: defaultdict[MetricSpec, float] = defaultdict(float)
         self._durations = _Histogram([0.0] * (len(_DURATION_BOUNDS) + 1))
         self._recent: deque[tuple[float, int]] = deque(maxlen=max(facts.every_n_steps, 2))
+        self._waiting = _Waiting()
         self._loss: float | None = None
         self._loss_scale: float | None = None
         self._smoothed_loss: float | None = None
@@ -121,8 +141,20 @@ class Assembler:
         for name, depth in coverage.sites:
             self._layer_nonfinite[name, depth, "activation"] += 0
 
+    def wait(self, told: MicroBatches) -> None:
+        """Take micro-batches whose step has not come yet: they count with it, but a loss that is not finite is said at once."""
+        self._nonfinite["loss"] += sum(not math.isfinite(value) for value in told.losses)
+        self._waiting.add(told)
+        mean = self._waiting.mean_loss()
+        if mean is not None and not math.isfinite(mean):
+            self._loss, self._smoothed_loss = mean, math.nan
+
     def add(self, record: StepRecord) -> None:
         """Take one step."""
+        self._nonfinite["loss"] += sum(not math.isfinite(value) for value in record.losses)
+        told, self._waiting = self._waiting, _Waiting()
+        told.add(MicroBatches(record.tokens, record.samples, record.losses))
+        record = replace(record, tokens=told.tokens, samples=told.samples)
         self._last = record
         self._counts[run.SKIPPED_STEPS if record.skipped else run.STEPS] += 1
         self.step += not record.skipped
@@ -132,7 +164,7 @@ class Assembler:
         self._seconds[throughput.DATA_WAIT_SECONDS] += record.data_wait
         self._loss_scale = record.loss_scale if record.loss_scale is not None else self._loss_scale
         self._add_tokens(record)
-        self._add_loss(record.losses)
+        self._add_loss(told.mean_loss())
         for group in record.groups:
             self._peaks[group.optimizer, group.param_group].add(group.learning_rate, group.peak_learning_rate)
         if record.duration is not None:
@@ -153,11 +185,10 @@ class Assembler:
         if per_token is not None:
             self._model_flops = (self._model_flops or 0.0) + per_token * record.tokens
 
-    def _add_loss(self, losses: tuple[float, ...]) -> None:
-        if not losses:
+    def _add_loss(self, mean: float | None) -> None:
+        if mean is None:
             return
-        self._nonfinite["loss"] += sum(not math.isfinite(value) for value in losses)
-        self._loss = sum(losses) / len(losses)
+        self._loss = mean
         self._smoothed_loss = self._smooth.add(self._loss)
         if self._loss_spikes.is_spike(self._loss):
             self._spikes[loss.LOSS_SPIKES, self._schedule_phase()] += 1

@@ -17,7 +17,7 @@ from otel_train.guard import Guard
 from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
 from otel_train.hooks.optimizer import group_names, hook_steps
 from otel_train.hooks.parameters import ParameterMeter
-from otel_train.hooks.pending import Step
+from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Meters, Recorder
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
 from otel_train.records import Coverage
@@ -49,7 +49,7 @@ class Attachment:
         config: MonitorConfig,
         *,
         guard: Guard,
-        emit: Callable[[Step], None],
+        emit: Callable[[Step | PendingMicroBatches], None],
         cover: Callable[[Coverage], None],
     ) -> None:
         self._model = weakref.ref(model)

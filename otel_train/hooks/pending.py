@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from otel_train.readout import Reading, read_out
-from otel_train.records import ActivationReading, GroupSettings, LayerSample, ParameterReading, StepRecord
+from otel_train.records import ActivationReading, GroupSettings, LayerSample, MicroBatches, ParameterReading, StepRecord
 
 GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
 """The numbers of GroupSettings, in the order of its fields."""
@@ -42,6 +42,14 @@ class Numbers:
         self._host.pop(key, None)
         self._device = [(k, tensor) for k, tensor in self._device if k != key]
 
+    def split(self, keys: Collection[Hashable]) -> Numbers:
+        """Take the numbers of some keys out, and return them."""
+        taken = Numbers()
+        taken._host = {key: self._host.pop(key) for key in keys if key in self._host}
+        taken._device = [entry for entry in self._device if entry[0] in keys]
+        self._device = [entry for entry in self._device if entry[0] not in keys]
+        return taken
+
     def read_out(self) -> None:
         """Ask for the device's numbers; does not synchronise."""
         self._reading = read_out([tensor for _, tensor in self._device]) if self._device else None
@@ -73,6 +81,17 @@ class PendingSample:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PendingMicroBatches:
+    """Numbers of micro-batches without a step yet, not yet on the host."""
+
+    numbers: Numbers
+
+    def resolve(self) -> MicroBatches:
+        """Wait for the numbers; for the monitor's own thread."""
+        return _micro_batches(self.numbers.values())
+
+
 @dataclass(slots=True)
 class Step:
     """A step as the training thread fills it; once handed over, only the monitor's own thread touches it."""
@@ -99,10 +118,17 @@ class Step:
     numbers: Numbers = field(default_factory=Numbers)
     samples: list[PendingSample] = field(default_factory=list)
 
+    def take_micro_batches(self) -> PendingMicroBatches:
+        """Take out what the micro-batches so far told, and ask for it; does not synchronise."""
+        pending = PendingMicroBatches(self.numbers.split(("loss", "tokens", "samples")))
+        pending.numbers.read_out()
+        return pending
+
     def resolve(self) -> StepRecord:
         """Wait for the numbers and return the record; for the monitor's own thread."""
         numbers = self.numbers.values()
         observed_scale = _last(numbers, "loss_scale")
+        told = _micro_batches(numbers)
         skipped = self.scale_fell or any(value > 0 for value in numbers.get("found_inf", ()))
         return StepRecord(
             finished_at=self.finished_at,
@@ -110,11 +136,11 @@ class Step:
             forward=self.forward,
             data_wait=self.data_wait,
             micro_batches=self.observed or self.forwards,
-            tokens=int(sum(numbers.get("tokens", ()))),
-            samples=int(sum(numbers.get("samples", ()))),
+            tokens=told.tokens,
+            samples=told.samples,
             sequence_length=self.sequence_length,
             skipped=skipped,
-            losses=tuple(numbers.get("loss", ())),
+            losses=told.losses,
             grad_norm=_grad_norm(numbers),
             # torch scales by max_norm / (norm + 1e-6) where that is below 1
             clipped=any(norm + 1e-6 > limit for norm, limit in zip(numbers.get("clip_norm", ()), self.max_norms, strict=False)),
@@ -131,6 +157,11 @@ class Step:
             tuple(reading for part in parts for reading in part.parameters),
             tuple(reading for part in parts for reading in part.activations),
         )
+
+
+def _micro_batches(numbers: dict[Hashable, list[float]]) -> MicroBatches:
+    tokens, samples = (int(sum(numbers.get(name, ()))) for name in ("tokens", "samples"))
+    return MicroBatches(tokens, samples, tuple(numbers.get("loss", ())))
 
 
 def _last(numbers: dict[Hashable, list[float]], key: Hashable) -> float | None:

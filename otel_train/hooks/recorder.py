@@ -19,9 +19,13 @@ from otel_train.guard import Guard
 from otel_train.hooks.module import ActivationMeter, Gate
 from otel_train.hooks.optimizer import group_facts, named_groups
 from otel_train.hooks.parameters import ParameterMeter
-from otel_train.hooks.pending import PendingSample, Step
+from otel_train.hooks.pending import PendingMicroBatches, PendingSample, Step
 from otel_train.readout import read_out
 from otel_train.records import ActivationReading, ParameterReading
+
+_LONG_STEP = 16
+"""Micro-batches without a step after which what they told is handed over: a step may never come, as under a GradScaler that meets
+nothing but NaN, and then their losses are the news, and would pile up."""
 
 Meters = Mapping[int, ParameterMeter]
 """A meter by the ``id`` of its optimizer."""
@@ -35,7 +39,7 @@ class Recorder:
         every_n_steps: Steps between samples; the first step is sampled too.
         gate: Told when the coming forward is sampled.
         guard: Counts time and failures.
-        emit: Takes each closed step; must not wait.
+        emit: Takes each closed step, and micro-batches that wait long for theirs; must not wait.
         dtype: Type of the parameters, for the run's precision.
         times_forward: Whether the host clock measures forwards (on the CPU).
     """
@@ -47,7 +51,7 @@ class Recorder:
         every_n_steps: int,
         gate: Gate,
         guard: Guard,
-        emit: Callable[[Step], None],
+        emit: Callable[[Step | PendingMicroBatches], None],
         dtype: torch.dtype,
         times_forward: bool,
     ) -> None:
@@ -197,6 +201,8 @@ class Recorder:
                     self._step.numbers.add(name, value)
             if loss_scale is not None:
                 self._observe_scale(float(loss_scale))
+            if self._step.observed % _LONG_STEP == 0 and not self._step.stepped:
+                self._emit(self._step.take_micro_batches())
         if not self._labels:
             self._step_without_optimizer()
 
@@ -266,7 +272,7 @@ def _grad_scale(optimizer: Optimizer) -> torch.Tensor | None:
     return scale if isinstance(scale, torch.Tensor) else None
 
 
-def _drop(step: Step) -> None:
+def _drop(step: Step | PendingMicroBatches) -> None:
     del step
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import otel_train
-from otel_train.catalog import MetricSpec, gradients, parameters, run, updates
+from otel_train.catalog import MetricSpec, gradients, parameters, run, throughput, updates
 from otel_train.catalog import activations as act
 from otel_train.catalog import loss as loss_catalog
 from otel_train.config import KINDS
@@ -167,6 +167,52 @@ def test_counters_of_non_finite_values_start_at_zero_before_the_first_step() -> 
     layers = {s.labels[0] for s in snapshot.find(loss_catalog.LAYER_NONFINITE)}
     assert layers == {"first", "norm", "act", "second", "tanh", "last"}
     assert {s.value for s in snapshot.find(loss_catalog.LAYER_NONFINITE)} == {0}
+
+
+def test_nan_losses_under_a_scaler_that_steps_no_more_are_counted_and_do_not_pile_up() -> None:
+    """The scaler leaves an unfused optimizer's step out, so that no hook tells of it; the loop does not tell the loss scale."""
+    model = Mlp(hidden=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for step in range(101):
+            loss = problems.vector_loss(model, step) * (math.nan if step else 1.0)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            monitor.observe(loss=loss, tokens=4)
+        snapshot = problems.seen(monitor, sink)
+        assert monitor._attachment is not None
+        assert len(monitor._attachment.recorder._step.numbers.values().get("loss", ())) < 16
+        assert value(snapshot, loss_catalog.NONFINITE, source="loss") >= 100 - 16
+        assert math.isnan(value(snapshot, loss_catalog.LOSS))
+        assert math.isnan(value(snapshot, loss_catalog.LOSS_SMOOTHED))
+        assert value(snapshot, run.STEPS) == 1
+        problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert value(snapshot, loss_catalog.NONFINITE, source="loss") == 100
+    assert value(snapshot, throughput.TOKENS) == 404
+
+
+def test_a_step_of_many_micro_batches_has_their_mean_loss_and_all_their_tokens() -> None:
+    """Those that were handed over early count with their step."""
+    model = Mlp(hidden=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for _ in range(2):
+            for micro_batch in range(40):
+                problems.vector_loss(model, micro_batch).backward()  # type: ignore[no-untyped-call]  # torch's
+                monitor.observe(loss=float(micro_batch), tokens=torch.tensor(3), samples=1)
+            optimizer.step()
+            optimizer.zero_grad()
+        snapshot = problems.seen(monitor, sink)
+    assert value(snapshot, loss_catalog.LOSS) == pytest.approx(sum(range(40)) / 40)
+    assert value(snapshot, throughput.TOKENS) == 240
+    assert value(snapshot, throughput.SAMPLES) == 80
+    assert value(snapshot, run.MICRO_BATCHES) == 80
+    assert value(snapshot, run.STEPS) == 2
 
 
 def test_the_loss_recovers_when_it_is_finite_again() -> None:
