@@ -63,9 +63,9 @@ def _exporter_absent(time_base: TimeBase) -> Alert:
         f"last_over_time({active}[{seconds(time_base.memory)}]) == 1\nunless on (job, run, rank)\n  {active}",
         "A training stopped answering without having ended.",
         f"""
-        Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered,
-        and has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed
-        (out of memory, preempted, crashed), or it hangs. Restart it from its last checkpoint.
+        Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered, and
+        has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed (out of
+        memory, preempted), crashed in native code, or hangs. Restart it from its last checkpoint.
         """,
         hold_for=time_base.absent,
     )

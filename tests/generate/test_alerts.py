@@ -278,7 +278,7 @@ SAYS: dict[str, tuple[str, dict[str, str], str]] = {
         {"rank": "0", "instance": "a:9464"},
         (
             "Rank 0 of run r (a:9464) was training when it last answered, and has not answered for 5m. Look whether the process, and its "
-            "machine, still live: it was killed (out of memory, preempted, crashed), or it hangs. Restart it from its last checkpoint."
+            "machine, still live: it was killed (out of memory, preempted), crashed in native code, or hangs. Restart it from its last checkpoint."
         ),
     ),
 }
