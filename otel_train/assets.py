@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,9 @@ WEBHOOK_ADDRESS = "127.0.0.1:9099"
 """Addresses in the shipped configurations: everything on one machine, and nothing reachable from another."""
 RUNBOOKS = "https://github.com/otel-train/otel-train/blob/main/deploy/runbooks"
 """Where the runbook links of the shipped rules lead."""
-FOLDERS = ("dashboards", "deploy")
+MANIFEST = "deploy/files.json"
+"""The list of all shipped files: what a user adds beside them, secrets among it, is not shipped."""
 _IN_WHEEL, _IN_CHECKOUT = Path(__file__).parent / "assets", Path(__file__).parent.parent
-_TEXTS = {".json", ".md", ".yaml"}
 
 
 def read() -> dict[str, str]:
@@ -28,10 +29,11 @@ def read() -> dict[str, str]:
         ConfigError: The installation lacks them.
     """
     root = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
-    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*")) if path.suffix in _TEXTS]
-    if not any(path.name == "compose.yaml" for path in files):
-        raise ConfigError(f"expected the shipped files in {root / FOLDERS[0]} and {root / FOLDERS[1]}; install otel-train again")
-    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    try:
+        listed: list[str] = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        return {path: (root / path).read_text(encoding="utf-8") for path in listed}
+    except OSError as error:
+        raise ConfigError(f"expected the shipped files in {root}, got no {error.filename}; install otel-train again") from error
 
 
 def write(folder: Path, replacements: Mapping[str, str] | None = None) -> list[str]:

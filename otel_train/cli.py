@@ -78,7 +78,7 @@ def _add_stack(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_assets(commands: argparse._SubParsersAction[_Parser]) -> None:
     files = commands.add_parser("assets", help="write the shipped dashboards, rules, configurations and runbooks into a folder")
     files.add_argument("folder", type=Path, metavar="DIR", help="made where it is not there; files of the same name are replaced")
-    files.add_argument("--runbooks", metavar="URL", help="where your copy of the runbooks is served; alerts link to it")
+    files.add_argument("--runbooks", type=_url, metavar="URL", help="where your copy of the runbooks is served; alerts link to it")
     files.set_defaults(run=_assets)
 
 
@@ -107,29 +107,39 @@ def _address(text: str) -> str:
     return text
 
 
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s\"'{}#\\]+", text):
+        raise argparse.ArgumentTypeError(f"expected an address such as https://wiki.example/runbooks, got {text!r}")
+    return text.rstrip("/")
+
+
 def _demo(options: argparse.Namespace) -> int:
     from otel_train.demo import DemoOptions, run_demo  # noqa: PLC0415  # imports torch, which --help need not wait for
 
-    _end_on_sigterm()
-    run_demo(DemoOptions(options.steps, options.port, options.every_n_steps, options.hold, options.scenario, stack=options.stack))
-    return 0
+    _end_on_signals()
+    as_expected = run_demo(
+        DemoOptions(options.steps, options.port, options.every_n_steps, options.hold, options.scenario, stack=options.stack)
+    )
+    return 0 if as_expected else 1
 
 
 def _stack(options: argparse.Namespace) -> int:
     from otel_train.stack import StackOptions, run_stack  # noqa: PLC0415  # other commands need no servers
 
-    _end_on_sigterm()
+    _end_on_signals()
     run_stack(StackOptions(tuple(options.target or [TRAINING_ADDRESS]), options.time_base, options.data))
     return 0
 
 
-def _end_on_sigterm() -> None:
-    """Leave by way of the ``with`` blocks, which stop what was started."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def _end_on_signals() -> None:
+    """Leave by way of the ``with`` blocks, which stop what was started, when ended or when the terminal is closed."""
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _assets(options: argparse.Namespace) -> int:
-    written = assets.write(options.folder, {assets.RUNBOOKS: options.runbooks.rstrip("/")} if options.runbooks else None)
+    written = assets.write(options.folder, {assets.RUNBOOKS: options.runbooks} if options.runbooks else None)
     print(f"wrote {len(written)} files into {options.folder}; start with {options.folder / 'deploy' / 'compose.yaml'}")
     return 0
 

@@ -56,10 +56,20 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
 
 def test_a_wheel_has_them_too(tmp_path: Path) -> None:
     """Built, unpacked elsewhere, asked through its own command line, without the libraries that make the files."""
+    secrets = [REPOSITORY / "deploy/secrets/planted.yaml", REPOSITORY / "deploy/prometheus/targets/planted.json"]
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
-    subprocess.run([*build, str(REPOSITORY)], check=True)
+    for secret in secrets:
+        secret.parent.mkdir(exist_ok=True)
+        secret.touch()
+    try:
+        subprocess.run([*build, str(REPOSITORY)], check=True)
+        assert not any("planted" in path for path in assets.read())
+    finally:
+        for secret in secrets:
+            secret.unlink()
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True)
+    assert list((tmp_path / "site").rglob("planted*")) == list((tmp_path / "site").rglob("*.png")) == []
     script = (
         "import sys; sys.modules['yaml'] = sys.modules['grafana_foundation_sdk'] = None\n"
         "import otel_train.cli, sys; sys.exit(otel_train.cli.main(sys.argv[1:]))"

@@ -36,6 +36,9 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (("stack", "--target", "http://node1:9464"), "argument --target: expected HOST:PORT, got 'http://node1:9464'"),
         (("stack", "--target", "node1:70000"), "argument --target: expected HOST:PORT, got 'node1:70000'"),
         (("stack", "--time-base", "slow"), "argument --time-base: invalid choice: 'slow'"),
+        (("assets", "x", "--runbooks", "wiki"), "argument --runbooks: expected an address such as https://wiki.example/runbooks"),
+        (("assets", "x", "--runbooks", "http://x/{{ a }}"), "argument --runbooks: expected an address such as"),
+        (("assets", "x", "--runbooks", ""), "argument --runbooks: expected an address such as"),
         (("assets",), "the following arguments are required: DIR"),
     ],
 )

@@ -67,8 +67,11 @@ class Demo:
         return cls(scenario, steps, corpus, model, optimizer, schedule, warmup)
 
 
-def run_demo(options: DemoOptions) -> None:
+def run_demo(options: DemoOptions) -> bool:
     """Train, show, and say what was seen.
+
+    Returns:
+        Whether the alerts were those that the scenario should set off; also where nothing looked for them.
 
     Raises:
         ConfigError: An option has no such value, or the standard library's source is not there.
@@ -90,9 +93,9 @@ def run_demo(options: DemoOptions) -> None:
         if options.hold:
             print(f"\nServing the last values at {monitor.url} until Ctrl-C.", flush=True)
             monitor.close(linger_seconds=math.inf)
-        else:
-            monitor.close()
-            watch.conclude()
+            return True
+        monitor.close()
+        return watch.conclude()
 
 
 @contextlib.contextmanager

@@ -63,14 +63,18 @@ class Watch:
         if step == self._cause:
             self._caused_at = time.monotonic()
 
-    def conclude(self) -> None:
-        """Wait for what a clean end should not set off, and say what came."""
+    def conclude(self) -> bool:
+        """Wait for what a clean end should not set off, say what came, and return whether it was what should."""
         if self._stack is None:
-            return
+            return True
         print(f"The run has ended; waiting {_AFTERWARDS_SECONDS} s for alerts that a clean end should not set off.", flush=True)
         time.sleep(_AFTERWARDS_SECONDS)
         names = sorted({alert.name for alert in self._announcer.fired})
         print(f"Alerts delivered: {', '.join(names) or 'none'}; expected: {self._scenario.alert or 'none'}.", flush=True)
+        as_expected = names == ([self._scenario.alert] if self._scenario.alert else [])
+        if not names and not as_expected:
+            print("Rules wait for some seconds, and those on layers for 50 steps and 3 samples: try more --steps.", flush=True)
+        return as_expected
 
     def _when(self) -> str:
         clock = time.strftime("%H:%M:%S")

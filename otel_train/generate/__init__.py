@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from otel_train.assets import MANIFEST
 from otel_train.generate import deploy
 from otel_train.generate.alerts import alerts
 from otel_train.generate.overview import render_overview
@@ -37,6 +39,13 @@ _FILES: dict[str, Callable[[], str]] = {
     "deploy/runbooks/README.md": partial(render_index, alerts(STANDARD)),
     **{f"deploy/runbooks/{alert.name}.md": partial(render_runbook, alert) for alert in alerts(STANDARD)},
 }
+
+
+def _render_manifest() -> str:
+    return json.dumps(sorted(_FILES), indent=2) + "\n"
+
+
+_FILES[MANIFEST] = _render_manifest
 ARTIFACTS: Mapping[str, Callable[[], str]] = MappingProxyType(dict(sorted(_FILES.items())))
 """Path in the repository to what renders it; rendering is deterministic."""
 
@@ -64,7 +73,8 @@ def check(root: Path) -> list[str]:
 def _orphans(root: Path) -> list[str]:
     """Return what a rename left behind."""
     found = [*(root / "deploy").rglob("*.*"), *(root / "dashboards").glob("*.json")]
-    paths = (path.relative_to(root).as_posix() for path in found if path.is_file() and "secrets" not in path.parts)
+    own = {"secrets", "targets"}  # folders in which users have files of theirs
+    paths = (path.relative_to(root).as_posix() for path in found if path.is_file() and not own.intersection(path.parts))
     return sorted(set(paths) - set(ARTIFACTS))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from otel_train.catalog import MetricSpec, loss, run
+from otel_train.catalog import MetricSpec, loss, run, throughput
 from otel_train.catalog.updates import TOLERATED_LOG10
 from otel_train.errors import CatalogError
 from otel_train.generate import recording
@@ -63,9 +63,9 @@ def _exporter_absent(time_base: TimeBase) -> Alert:
         f"last_over_time({active}[{seconds(time_base.memory)}]) == 1\nunless on (job, run, rank)\n  {active}",
         "A training stopped answering without having ended.",
         f"""
-        Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered, and
-        has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed (out of
-        memory, preempted), crashed in native code, or hangs. Restart it from its last checkpoint.
+        Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered,
+        and has not answered for {seconds(time_base.absent)}. Look whether the process, and its machine, still live: it was killed
+        (out of memory, preempted), crashed in native code, or hangs. Restart it from its last checkpoint.
         """,
         hold_for=time_base.absent,
     )
@@ -74,22 +74,23 @@ def _exporter_absent(time_base: TimeBase) -> Alert:
 def _steps_stalled(time_base: TimeBase) -> Alert:
     silence = f"time() - {recording.LAST_STEP}"
     mean = f"last_over_time({recording.STEP_SECONDS}[{seconds(time_base.memory)}])"
-    elsewhere = series(run.PHASE, ("phase!=", "train"))
     too_long = f"{silence} > clamp_min({MISSED_STEPS} * {mean},"
     condition = (
-        f"(\n    {too_long} {time_base.stalled})\n  unless on (job, run)\n    {elsewhere}\n"
-        f"or\n    {too_long} {time_base.stalled_elsewhere})\n)"
+        f"(\n    {too_long} {time_base.stalled})\n  unless on (job, run)\n    {recording.ELSEWHERE}\n"
+        f"or\n    {too_long} {time_base.stalled_elsewhere})\n"
+        f"or\n    {time_base.stalled_elsewhere} * ({recording.RUN_ACTIVE} offset {seconds(time_base.stalled_elsewhere)} == 1)\n"
+        f"  unless on (job, run)\n    {recording.LAST_STEP}\n)"
     )
     return Alert(
         "OtelTrainStepsStalled",
         "critical",
         _active(condition),
         "A training that is not over makes no steps.",
-        f"""
-        Run {{{{ $labels.run }}}} has ended no optimizer step for {{{{ $value | humanizeDuration }}}}, more than {MISSED_STEPS}
-        times its mean step. It hangs: in a collective that one rank never entered, in the data loader, in storage, or it is
-        stopped. Take a stack of every rank (py-spy dump --pid PID), then restart it from its last checkpoint. Mark long
-        evaluations and checkpoints with monitor.phase(…).
+        """
+        Run {{ $labels.run }} has ended no optimizer step for {{ $value | humanizeDuration }}, far longer than its steps take. It
+        hangs: in a collective that one rank never entered, in the data loader, in storage, or it is stopped. Take a stack of every
+        rank (py-spy dump --pid PID), then restart it from its last checkpoint. Mark long evaluations and checkpoints with
+        monitor.phase(…).
         """,
     )
 
@@ -117,9 +118,10 @@ def _update_ratio_low(time_base: TimeBase) -> Alert:
         _active(f"{recording.RATIO_LOW}\nand on (job, run)\n  {recording.held(recording.LOW_SINCE)}"),
         "The weights hardly move: the learning rate is probably too low.",
         f"""
-        The median layer of run {{{{ $labels.run }}}} changes by 10^{{{{ printf "%.1f" $value }}}} of its weights a step, as it
-        would be at the peak of the schedule; 10^-3 is usual, 10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at
-        most tenfold at a time, and look again; in fine-tuning it can be meant.
+        The median layer of run {{{{ $labels.run }}}} {{{{ if lt $value -99.0 }}}}does not change at all{{{{ else }}}}changes by
+        10^{{{{ printf "%.1f" $value }}}} of its weights a step, as it would be at the peak of the schedule{{{{ end }}}}; 10^-3 is
+        usual, 10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at most tenfold at a time, and look again; in
+        fine-tuning it can be meant.
         """,
         hold_for=time_base.patience,
     )
@@ -163,7 +165,9 @@ def _active(condition: str) -> str:
 
 
 def _appeared(spec: MetricSpec, time_base: TimeBase, *matchers: Matcher) -> str:
-    """Say how much a counter grew in the window, also when its first scrape already found it above 0."""
+    """Say how much a counter grew in the window, also when the first scrape of a young process already found it above 0."""
     window, memory = seconds(time_base.window), seconds(time_base.memory)
-    new = f"{series(spec, *matchers)} > 0 unless last_over_time({series(spec, *matchers)}[{memory}] offset {window})"
-    return merged("sum", f"\n    {increase(spec, window, *matchers)} > 0\n  or\n    ({new})\n") + " > 0"
+    born = f"{series(spec, *matchers)} > 0 unless last_over_time({series(spec, *matchers)}[{memory}] offset {window})"
+    young = f"{series(throughput.STEP_DURATION, part='sum')} < {time_base.window}"
+    grown = f"{increase(spec, window, *matchers)} > 0"
+    return merged("sum", f"\n    {grown}\n  or\n    ({born})\n  and on (job, instance, run, rank)\n    {young}\n") + " > 0"

@@ -82,17 +82,16 @@ def _siblings() -> dashboard.DashboardLink:
 
 
 def _firing() -> dashboard.AnnotationQuery:
-    """Mark when alerts begin: regions of many layers would bury what the panels show."""
-    each, step = "max by (alertname, run)", seconds(STANDARD.scrape)
+    """Mark while alerts fire, once a name: regions of many layers would bury what the panels show."""
     return (
         dashboard.AnnotationQuery()
         .name("Alerts")
         .datasource(DATA_SOURCE)
-        .expr(f"{each} ({FIRING}) unless {each} ({FIRING} offset {step})")
+        .expr(f"max by (alertname, run) ({FIRING})")
         .enable(True)
         .icon_color("red")
         .title_format("{{alertname}}")
-        .step(step)
+        .step(seconds(STANDARD.scrape))
     )
 
 

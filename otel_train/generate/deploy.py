@@ -10,10 +10,11 @@ from otel_train.generate.time_base import STANDARD, TimeBase
 from otel_train.generate.yaml_text import HEAD, dump
 
 JOB = "otel-train"
+_PASSWORD = "/run/secrets/grafana_admin_password"  # noqa: S105  # where it is, not what
 IMAGES = {
-    "prometheus": "prom/prometheus:v3.5.0",
-    "alertmanager": "prom/alertmanager:v0.28.1",
-    "grafana": "grafana/grafana:12.1.1",
+    "prometheus": "prom/prometheus:v3.5.3",
+    "alertmanager": "prom/alertmanager:v0.33.1",
+    "grafana": "grafana/grafana:12.4.10",
 }
 _SOURCE = "otel_train/generate/deploy.py"
 _DATA_SOURCE, _ALERT_SOURCE = "otel-train-prometheus", "otel-train-alertmanager"
@@ -24,8 +25,8 @@ def render_prometheus(time_base: TimeBase) -> str:
     comment = f"""\
 # Time base {time_base.name}. Trainings are found in two ways:
 # - static: the address of a training on this machine, where `attach` listens by default;
-# - targets/*.json, read again when it changes: [{{"targets": ["node1:9464", "node2:9464"], "labels": {{"team": "vision"}}}}].
-#   Do not set the labels run and rank there: each series has them.
+# - targets/*.json, read again when it changes: [{{"targets": ["node1:9464", "node2:9464"]}}]. Put yours into a file
+#   of its own. Do not set the labels run and rank there: each series has them.
 """
     config = {
         "global": {
@@ -55,14 +56,14 @@ def render_alertmanager(time_base: TimeBase) -> str:
     """Return Alertmanager's configuration."""
     comment = f"""\
 # Time base {time_base.name}. One message a run: its alerts belong together. The receiver is a webhook, with a bearer token from the
-# file secrets/webhook_token beside this one; put your own url, or another receiver, in its place. Secrets belong into files
-# (credentials_file, api_url_file, auth_password_file …), never into this one.
+# file secrets/webhook_token beside this one. Yours goes into a copy of this file: `otel-train assets` writes this one anew. Secrets
+# belong into files of their own (credentials_file, api_url_file, auth_password_file …).
 """
     ours = 'alertname=~"OtelTrain.+"'
     config = {
         "route": {
             "receiver": "webhook",
-            "group_by": ["run"],
+            "group_by": ["job", "run"],
             "group_wait": seconds(time_base.group_wait),
             "group_interval": seconds(time_base.group_interval),
             "repeat_interval": seconds(time_base.repeat_interval),
@@ -74,7 +75,6 @@ def render_alertmanager(time_base: TimeBase) -> str:
                     {
                         "url": f"http://{WEBHOOK_ADDRESS}/alerts",
                         "send_resolved": True,
-                        "max_alerts": 100,
                         "http_config": {"authorization": {"credentials_file": "secrets/webhook_token"}},
                     }
                 ],
@@ -85,7 +85,7 @@ def render_alertmanager(time_base: TimeBase) -> str:
             {
                 "source_matchers": [ours, 'severity="critical"'],
                 "target_matchers": [ours, 'severity=~"warning|info"'],
-                "equal": ["run"],
+                "equal": ["job", "run"],
             }
         ],
     }
@@ -140,9 +140,10 @@ def render_compose() -> str:
     comment = """\
 # Prometheus, Alertmanager and Grafana beside a training on the same Linux machine. In this file's folder:
 #   mkdir -p secrets alertmanager/secrets
-#   openssl rand -hex 24 > secrets/grafana_admin_password
+#   head -c 24 /dev/urandom | base64 > secrets/grafana_admin_password
 #   printf %s TOKEN-OF-YOUR-WEBHOOK > alertmanager/secrets/webhook_token
-#   docker compose up --detach
+#   cp alertmanager/alertmanager.yaml alertmanager/own.yaml    # and name your receiver in it: before that nobody gets a message
+#   ALERTMANAGER_CONFIG=own.yaml docker compose up --detach
 # They share the network of the machine, so that they reach the training's endpoint on loopback, and listen there only: nothing is
 # open to other machines. Grafana's user is admin, its password the first file's; there is no other. The containers read the secrets
 # as users of their own: the two files must be readable to all, the folders above need not be open to others.
@@ -179,7 +180,7 @@ def _alertmanager_service() -> dict[str, Any]:
     return _service(
         "alertmanager",
         command=[
-            "--config.file=/etc/alertmanager/alertmanager.yaml",
+            "--config.file=/etc/alertmanager/${ALERTMANAGER_CONFIG:-alertmanager.yaml}",
             "--storage.path=/alertmanager",
             f"--web.listen-address={ALERTMANAGER_ADDRESS}",
             "--cluster.listen-address=",
@@ -199,14 +200,16 @@ def _grafana_service() -> dict[str, Any]:
     environment = {
         "GF_SERVER_HTTP_ADDR": host,
         "GF_SERVER_HTTP_PORT": port,
-        "GF_SECURITY_ADMIN_PASSWORD__FILE": "/run/secrets/grafana_admin_password",
+        "GF_SECURITY_ADMIN_PASSWORD__FILE": _PASSWORD,
         "GF_USERS_ALLOW_SIGN_UP": "false",
         "GF_AUTH_ANONYMOUS_ENABLED": "false",
         "GF_ANALYTICS_REPORTING_ENABLED": "false",
         "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
     }
     service = _service("grafana", volumes=volumes, health=f"http://{GRAFANA_ADDRESS}/api/health", after=["prometheus"])
-    return {**service, "environment": environment, "secrets": ["grafana_admin_password"]}
+    # with an empty file Grafana would fall back to its default password
+    guard = f"test -s {_PASSWORD} || {{ echo 'secrets/grafana_admin_password is empty' >&2; exit 1; }}; exec /run.sh"
+    return {**service, "entrypoint": ["/bin/sh", "-c", guard], "environment": environment, "secrets": ["grafana_admin_password"]}
 
 
 def _service(

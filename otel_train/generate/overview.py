@@ -140,7 +140,8 @@ def _by_block() -> str:
 
 def _sum_by_block(vector: str) -> str:
     named = f'label_replace({vector}, "block", "$1", "layer", "(.+)")'
-    return merged("sum", f'label_replace({named}, "block", "$1", "layer", "{_BLOCK}")', "block")
+    blocks = f'label_replace({named}, "block", "$1", "layer", "{_BLOCK}")'
+    return f"sum by (job, run, block) ({blocks})"
 
 
 def _layers() -> tuple[table.Panel]:
@@ -179,7 +180,7 @@ def _events() -> tuple[timeseries.Panel, ...]:
     return (
         lines(
             "NaN, Inf, spikes, skipped steps",
-            "Counted since the point before: none is lost between scrapes.",
+            "Counted over the last few scrapes, so that none is lost between two; one event shows on several points.",
             "short",
             query(merged("sum", increase(loss.NONFINITE, INTERVAL, *RUN), "source"), "non-finite, {{source}}"),
             query(merged("max", increase(loss.LOSS_SPIKES, INTERVAL, *RUN)), "loss spikes"),

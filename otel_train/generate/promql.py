@@ -11,6 +11,8 @@ ambiguous, and an ambiguous join fails for every run."""
 TARGET_LABELS = ("job", "instance")
 """Labels that a scrape adds."""
 
+_LABELS = {label for spec in CATALOG.values() for label in spec.labels} | {"rank", "instance", "le"}
+
 Matcher = tuple[str, str]
 """A label with an operator at its end, and the value: ``("kind=~", "matrix|norm")``."""
 
@@ -54,7 +56,14 @@ def _over_window(function: str, spec: MetricSpec, window: str, matchers: tuple[M
 
 
 def merged(function: str, vector: str, *more: str) -> str:
-    """Aggregate the ranks of each run, apart by `more` labels."""
+    """Aggregate the ranks of each run, apart by `more` labels.
+
+    Raises:
+        CatalogError: No metric has such a label.
+    """
+    for label in more:
+        if label not in _LABELS:
+            raise CatalogError(f"expected one of the labels {', '.join(sorted(_LABELS))}, got {label}")
     return f"{function} by ({', '.join((*RUN_LABELS, *more))}) ({vector})"
 
 

@@ -29,6 +29,7 @@ class RecordingRule:
 RUN_ACTIVE = "run:otel_train_run_active:max"
 HUNG = "run_rank:otel_train_run_active:hung"
 LAST_STEP = "run:otel_train_last_step_timestamp_seconds:max"
+ELSEWHERE = "run_rank:otel_train_phase:elsewhere"
 STEP_SECONDS = "run:otel_train_step_duration_seconds:mean"
 SAMPLED_STEP = "run:otel_train_sampled_step:max"
 HELD = "run:otel_train_every_n_steps:held"
@@ -45,8 +46,8 @@ LAYER_STALLED = f"""\
   unless on (job, run, param_group)
     {merged("max", series(run.LEARNING_RATE_SCHEDULE_RATIO), "param_group")} < {NO_LEARNING_RATE:g}
 )
-unless
-  {LAYER_RATIO} / on (job, run) group_left () {MEDIAN_RATIO} > {STALLED_SPEED:g}"""
+and
+  {LAYER_RATIO} / on (job, run) group_left () {MEDIAN_RATIO} <= {STALLED_SPEED:g}"""
 RATIO_LOW = f"{MEDIAN_AT_PEAK} < {TOLERATED_LOG10[0]:g}"
 RATIO_HIGH = f"{MEDIAN_AT_PEAK} > {TOLERATED_LOG10[1]:g}"
 
@@ -63,12 +64,16 @@ def held(since: str) -> str:
 
 def _of_the_run(time_base: TimeBase) -> tuple[RecordingRule, ...]:
     memory, slow = seconds(time_base.memory), f"{time_base.scrape_timeout / 2:g}"
+    lately = seconds(time_base.window)
+    elsewhere = series(run.PHASE, ("phase!=", "train"))
     active, last_step, duration = series(run.RUN_ACTIVE), series(run.LAST_STEP_TIMESTAMP), throughput.STEP_DURATION
     return (
         RecordingRule(
             HUNG,
-            f"last_over_time({active}[{memory}]) == 1\nand on (job, instance)\n  (up == 0 and scrape_duration_seconds >= {slow})",
-            "Ranks that hang with their endpoint: scrapes time out. Where they are refused at once, the process is gone.",
+            f"(last_over_time({active}[{lately}]) == 1 or {HUNG})\n"
+            f"and on (job, instance)\n  (up == 0 and scrape_duration_seconds >= {slow})",
+            "Ranks that hang with their endpoint: scrapes time out. Where they are refused at once, the process is gone. "
+            "Reads its own last answer, so that it stays with the run that hung, not with one that was killed there long before.",
         ),
         RecordingRule(
             RUN_ACTIVE,
@@ -82,8 +87,13 @@ def _of_the_run(time_base: TimeBase) -> tuple[RecordingRule, ...]:
         ),
         RecordingRule(
             STEP_SECONDS,
-            f"{merged('sum', series(duration, part='sum'))}\n/\n({merged('sum', series(duration, part='count'))} > 0)",
-            "Mean duration of a step since the start: a rate would forget it while nothing moves.",
+            merged("sum", series(duration, part="sum")) + f"\n/\nclamp_min({merged('sum', series(duration, part='count'))}, 1)",
+            "Mean duration of a step since the start: a rate would forget it while nothing moves. 0 before the second step.",
+        ),
+        RecordingRule(
+            ELSEWHERE,
+            f"{elsewhere}\nor\n  {ELSEWHERE} and on (job, run, rank) {HUNG}",
+            "Ranks in another phase than training, also when they hang in it.",
         ),
         RecordingRule(SAMPLED_STEP, merged("max", series(run.SAMPLED_STEP)), "The step that layer gauges show."),
         RecordingRule(
@@ -111,8 +121,10 @@ def _of_update_ratios() -> tuple[RecordingRule, ...]:
         ),
         RecordingRule(
             MEDIAN_AT_PEAK,
-            median(f"log10(\n  ({matrices} > 0)\n/ on (job, run, param_group) group_left ()\n  ({schedule} >= {NEAR_PEAK:g})\n)"),
-            "log10 of the median update ratio as it would be at the peak of the schedule: decay is not too low.",
+            median(f"log10(\n  ({matrices} > 0)\n/ on (job, run, param_group) group_left ()\n  ({schedule} >= {NEAR_PEAK:g})\n)")
+            + f"\nor\n  log10({merged('max', matrices)} == 0)\nunless on (job, run)\n  {schedule} < {NO_LEARNING_RATE:g}",
+            "log10 of the median update ratio as it would be at the peak of the schedule: decay is not too low. -Inf where nothing "
+            "moves at all, although there is a learning rate, or never was.",
         ),
     )
 
@@ -139,4 +151,5 @@ def _since(record: str, condition: str, first: str) -> str:
     The rule reads its own last answer; once the condition does not hold, the series ends, and begins anew the next time.
     """
     indented = condition.replace("\n", "\n  ")
-    return f"(\n  {record}\nand\n  ({indented})\n)\nor\n(\n  ({indented})\n  {first}\n)"
+    kept = f"{record} <= on (job, run) group_left () {SAMPLED_STEP}"  # steps go back where a run is taken up again
+    return f"(\n  {kept}\nand\n  ({indented})\n)\nor\n(\n  ({indented})\n  {first}\n)"

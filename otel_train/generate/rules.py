@@ -9,7 +9,7 @@ from otel_train.generate.alerts import Alert, alerts
 from otel_train.generate.promql import seconds
 from otel_train.generate.recording import RecordingRule, recording_rules
 from otel_train.generate.time_base import TimeBase
-from otel_train.generate.yaml_text import HEAD, dump, indent
+from otel_train.generate.yaml_text import HEAD, comment, dump, indent
 
 
 def render_rules(time_base: TimeBase) -> str:
@@ -37,7 +37,7 @@ def runbook_url(alert: Alert) -> str:
 
 
 def _recording(rule: RecordingRule) -> str:
-    return f"# {rule.brief}\n" + dump([{"record": rule.record, "expr": rule.expr}])
+    return f"{comment(rule.brief)}\n" + dump([{"record": rule.record, "expr": rule.expr}])
 
 
 def _alert(alert: Alert) -> dict[str, Any]:

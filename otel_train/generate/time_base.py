@@ -86,6 +86,6 @@ DEMO = TimeBase(
     group_interval=2,
     repeat_interval=3600,
 )
-"""For the demo, which is over in a minute: the same rules on clocks that are 15 to 75 times as fast."""
+"""For the demo, which is over in a minute: the same rules on clocks that are 12 to 180 times as fast."""
 
 TIME_BASES = (STANDARD, DEMO)

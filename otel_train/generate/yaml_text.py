@@ -30,6 +30,11 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True).rstrip("\n")
 
 
+def comment(text: str) -> str:
+    """Return a text as comment lines."""
+    return textwrap.fill(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
 def indent(text: str, by: int) -> str:
     """Indent all lines that have text."""
     return textwrap.indent(text, " " * by)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -10,7 +11,6 @@ import shutil
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,14 @@ from types import TracebackType
 from typing_extensions import Self
 
 from otel_train import assets
-from otel_train.errors import StackError
-from otel_train.stack.programs import Programs, Server, find_programs, free_port
+from otel_train.errors import ConfigError, StackError
+from otel_train.stack.programs import Programs, Server, ask, find_programs, free_port
 from otel_train.stack.receiver import ReceivedAlert, Receiver
 
 TIME_BASES = {"standard": "deploy", "demo": "deploy/demo"}
 """Names of the shipped time bases, and the folders of their configurations."""
 _RETENTION = "90d"
-_FIRST_SCRAPE_SECONDS = 10.0
+_FIRST_SCRAPE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,15 @@ class Stack:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Stop them, the last started first."""
-        self._exit.close()
+        self._exit.__exit__(kind, error, traceback)
 
     def _make_folder(self) -> Path:
-        if self._options.data is not None:
-            return self._options.data.resolve()
-        folder = Path(tempfile.mkdtemp(prefix="otel-train-stack-"))
-        self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
+        if self._options.data is None:
+            folder = Path(tempfile.mkdtemp(prefix="otel-train-stack-"))
+            self._exit.push(_remover(folder))
+        else:
+            folder = self._options.data.resolve()
+            self._exit.push(_lock(folder))
         return folder
 
     def _start(self, programs: Programs) -> None:
@@ -86,7 +88,7 @@ class Stack:
                 assets.PROMETHEUS_ADDRESS: f"127.0.0.1:{prometheus}",
                 assets.ALERTMANAGER_ADDRESS: f"127.0.0.1:{alertmanager}",
                 assets.WEBHOOK_ADDRESS: f"127.0.0.1:{webhook}",
-                assets.TRAINING_ADDRESS: self._options.targets[0],
+                assets.TRAINING_ADDRESS: json.dumps(self._options.targets[0]),  # quoted, as YAML needs it for [::1]
                 assets.RUNBOOKS: f"http://127.0.0.1:{webhook}/runbooks",
             },
         )
@@ -127,14 +129,13 @@ class Stack:
         return server
 
     def wait_for_scrape(self, seconds: float) -> bool:
-        """Wait until Prometheus has scraped a target, which takes it about 5 seconds from its start; say whether it did."""
+        """Wait until Prometheus has scraped a target; say whether it did. Its first scrape is 5 to 20 seconds after its start."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.prometheus.ended:
-            with (
-                contextlib.suppress(OSError, ValueError, KeyError),
-                urllib.request.urlopen(f"{self.prometheus.url}/api/v1/query?query=up", timeout=2) as reply,  # noqa: S310  # ours
-            ):
-                if any(series["value"][1] == "1" for series in json.load(reply)["data"]["result"]):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                # what is scraped now; a query would find what an earlier session stored, too
+                targets = json.loads(ask(f"{self.prometheus.url}/api/v1/targets?state=active", 2))["data"]["activeTargets"]
+                if any(target["health"] == "up" for target in targets):
                     return True
             time.sleep(0.2)
         return False
@@ -175,7 +176,8 @@ class Announcer:
         self.fired += [alert for alert in news if alert.firing]
         for firing in (True, False):
             for name in dict.fromkeys(alert.name for alert in news if alert.firing is firing):
-                self.say("\n".join(self._lines([a for a in news if a.firing is firing and a.name == name])))
+                lines = self._lines([a for a in news if a.firing is firing and a.name == name])
+                self.say("\n".join(map(_printable, lines)))
 
     def _lines(self, alerts: list[ReceivedAlert]) -> Iterator[str]:
         first = alerts[0]
@@ -213,3 +215,42 @@ def _write_secret(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
+
+
+def _printable(line: str) -> str:
+    """Replace what could steer a terminal: labels come from whatever was scraped."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+
+
+def _remover(folder: Path) -> Callable[..., None]:
+    """Return what deletes a folder at the end, unless a server failed: its log is wanted then."""
+
+    def remove(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, StackError):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return remove
+
+
+def _lock(folder: Path) -> Callable[..., None]:
+    """Keep a second stack off a folder: it would change the first one's token and configurations.
+
+    Raises:
+        StackError: Another stack has it.
+        ConfigError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--data: expected a folder to write to, got {folder}: {error.strerror}; choose another") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise StackError(f"--data: another stack runs on {folder}; stop it, or choose another folder") from None
+
+    def release(*_: object) -> None:
+        file.close()
+
+    return release

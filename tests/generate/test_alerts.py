@@ -117,7 +117,7 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "a layer of no optimizer": (FORGOTTEN, 20, {STALLED: 1}),
     "a layer whose group has a learning rate": ([*USUAL, layer("fc", "1e-9x{n}")], 20, {STALLED: 1}),
     "an embedding": ([*USUAL, layer("tokens", "0x{n}", kind="embedding")], 20, {STALLED: 1}),
-    "all layers, when nothing moves at all": ([*training(), schedule(), *layers("0x{n}")], 20, {STALLED: 4}),
+    "nothing that moves at all, at a learning rate that always was 0": ([*training(), *layers("0x{n}")], 20, {LOW: 1}),
     "a layer that stalls later": ([*USUAL, layer("fc", "1e-3x30 0x{n}", group="none")], 50, {STALLED: 1}),
     "a layer at one sample in 6 minutes, once 50 steps have passed": (
         [*training(sampled="0x5 10x5 20x5 30x5 40x5 50x5 60x5 70x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], 45, {STALLED: 1},
@@ -136,7 +136,9 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "a median that is high": ([*training(), schedule(), *layers("3e-2x{n}")], 20, {HIGH: 1}),
     "a median that will be high at the peak of the warmup": ([*training(), schedule("0.2x{n}"), *layers("5e-3x{n}")], 20, {HIGH: 1}),
     "a NaN loss": ([*USUAL[:-6], series("otel_train_nonfinite_total", "0x20 1x{n}", source="loss"), *USUAL[-5:]], 22, {NAN: 1}),
-    "a NaN loss that the first scrape finds": ([series("otel_train_nonfinite_total", "_x30 7x{n}", source="loss")], 31, {NAN: 1}),
+    "a NaN loss that the first scrape finds": (
+        [series("otel_train_nonfinite_total", "_x30 7x{n}", source="loss"), series("otel_train_step_duration_seconds_sum", "_x30 8x{n}")], 31, {NAN: 1},
+    ),
     "a NaN loss for half an hour after it": ([series("otel_train_nonfinite_total", "0x20 1x{n}", source="loss")], 54, {NAN: 1}),
     "no step for more than ten minutes": (
         [series("otel_train_last_step_timestamp_seconds", "0+60x10 600x{n}"), *(s for s in USUAL if "timestamp" not in s["series"])], 21, {STEPS: 1},
@@ -157,6 +159,27 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "each rank that is gone": ([series("otel_train_run_active", GONE, rank=rank, instance=f"n{rank}:9464") for rank in "012"], 17, {ABSENT: 3}),
     "a rank that is gone while another instance has the same rank of another run": (
         [series("otel_train_run_active", GONE), series("otel_train_run_active", "1x{n}", run="other", instance="b:9464")], 17, {ABSENT: 1},
+    ),
+    "no step since the first, which has no duration": (
+        [series("otel_train_run_active", "1x{n}"), series("otel_train_last_step_timestamp_seconds", "60x{n}"),
+         series("otel_train_step_duration_seconds_sum", "0x{n}"), series("otel_train_step_duration_seconds_count", "0x{n}")], 12, {STEPS: 1},
+    ),
+    "no first step within an hour": ([series("otel_train_run_active", "1x{n}")], 62, {STEPS: 1}),
+    "an evaluation in which the endpoint hangs too: absent at once, stalled not before an hour": (
+        [series("otel_train_phase", "1x10 stale", phase="eval"), series("otel_train_run_active", "1x10 stale"),
+         series("otel_train_last_step_timestamp_seconds", "0+60x10 stale"), *scraped("1x10 0x{n}", "0.01x10 10x{n}")], 40, {ABSENT: 1},
+    ),
+    "an evaluation in which the endpoint hangs too, after an hour": (
+        [series("otel_train_phase", "1x10 stale", phase="eval"), series("otel_train_run_active", "1x10 stale"),
+         series("otel_train_last_step_timestamp_seconds", "0+60x10 stale"), *scraped("1x10 0x{n}", "0.01x10 10x{n}")], 72, {STEPS: 1, ABSENT: 1},
+    ),
+    "a layer that still stalls after the steps went back": (
+        [*training(sampled="5000+10x30 1000+10x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}", group="none")], 45, {STALLED: 1},
+    ),
+    "a killed run, and not as stalled when the next one at its address answers slowly once": (
+        [series("otel_train_run_active", "_x14 1x30 stale 1x{n}", run="b"), series("otel_train_last_step_timestamp_seconds", "_x14 840+60x30 stale 2760+60x{n}", run="b"),
+         series("otel_train_run_active", "1x3 stale"), series("otel_train_last_step_timestamp_seconds", "0+60x3 stale"),
+         *scraped("1x3 0x10 1x31 0 1x{n}", "0.01x3 0.001x10 0.01x31 10 0.01x{n}")], 45, {ABSENT: 1},
     ),
     "the sick run and not the healthy one": ([*FORGOTTEN, *training(run="s"), schedule(run="s"), *layers("1e-3x{n}", run="s")], 20, {STALLED: 1}),
 }  # fmt: skip
@@ -191,6 +214,11 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     "embeddings and norms that are fast": ([*USUAL, *(layer(f"e{i}", "0.1x{n}", kind=kind) for i in range(5) for kind in ("embedding", "norm"))], (20,)),
     "one fast matrix of many": ([*USUAL, layer("fc", "0.5x{n}")], (20, 60)),
     "gradients that overflow under a scaler": ([*USUAL, *(series("otel_train_nonfinite_total", "0+5x{n}", source=s) for s in ("gradient", "activation"))], (20,)),
+    "a NaN loss of days ago, when Prometheus begins to look": (
+        [series("otel_train_nonfinite_total", "_x30 7x{n}", source="loss"), series("otel_train_step_duration_seconds_sum", "_x30 200000+60x{n}")], (31, 34),
+    ),
+    "the end of a schedule at which nothing moves": ([*training(), schedule("0x{n}"), *layers("0x{n}")], (20, 60)),
+    "the first hour without a step": ([series("otel_train_run_active", "1x{n}")], (20, 59)),
     "a NaN loss of hours ago": ([series("otel_train_nonfinite_total", "7x{n}", source="loss")], (50, 119)),
     "a NaN loss of before a gap in which Prometheus was away": ([series("otel_train_nonfinite_total", "7x50 _x30 7x{n}", source="loss")], (82, 90)),
     "a restart that sets the count to 0": ([series("otel_train_nonfinite_total", "7x50 0x{n}", source="loss")], (52, 60)),
@@ -268,7 +296,7 @@ SAYS: dict[str, tuple[str, dict[str, str], str]] = {
         "no step for more than ten minutes",
         {},
         (
-            "Run r has ended no optimizer step for 11m 0s, more than 20 times its mean step. It hangs: in a collective that one rank never "
+            "Run r has ended no optimizer step for 11m 0s, far longer than its steps take. It hangs: in a collective that one rank never "
             "entered, in the data loader, in storage, or it is stopped. Take a stack of every rank (py-spy dump --pid PID), then restart it "
             "from its last checkpoint. Mark long evaluations and checkpoints with monitor.phase(…)."
         ),
@@ -303,7 +331,7 @@ def test_it_says_run_layer_value_and_what_to_do(version: Version, tmp_path: Path
 FAULTS: dict[str, tuple[str, str, str]] = {
     # a fault in the rules: what is replaced, by what, and the case that finds it
     "stalls at any speed": (":max < 1e-06", ":max < 1e-04", "a layer that is slow"),
-    "stalls without comparing layers": ("run:otel_train_layer_update_ratio:median > 0.01", "run:otel_train_layer_update_ratio:median > 1e9", "a learning rate so low that every layer is near the limit of stalled ones"),
+    "stalls without comparing layers": ("run:otel_train_layer_update_ratio:median <= 0.01", "run:otel_train_layer_update_ratio:median <= 1e9", "a learning rate so low that every layer is near the limit of stalled ones"),
     "stalls of norms": ('kind=~"matrix|embedding"', 'kind=~"matrix|embedding|norm"', "a norm that stands still"),
     "stalls at the end of the schedule": ("schedule_ratio) < 0.01", "schedule_ratio) < 0", "the end of a schedule that goes to zero"),
     "no steps to hold for": (", 50)", ", 0) * 0", "a stalled layer at one sample in 6 minutes, before 50 steps"),

@@ -36,6 +36,7 @@ def test_selectors_are_written_as_promql_has_them() -> None:
         (lambda: promql.series(loss.LOSS, ("layer", "x")), "expected one of the labels run, rank, job, instance, got layer"),
         (lambda: promql.series(throughput.STEP_DURATION), "expected the part of a histogram, and of nothing else, got ''"),
         (lambda: promql.series(loss.LOSS, part="sum"), "expected the part of a histogram, and of nothing else, got 'sum'"),
+        (lambda: promql.merged("max", "x", "optimzer"), "expected one of the labels"),
         (lambda: promql.rate(gradients.GRAD_NORM, "5m"), "expected a counter or a histogram for rate(), got a gauge"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -105,3 +107,21 @@ def test_the_end_of_an_alert_that_was_never_said_is_not_said() -> None:
     said: list[str] = []
     Announcer(said.append).received((received(status="resolved"),))
     assert said == []
+
+
+def test_labels_cannot_steer_the_terminal() -> None:
+    """They come from whatever was scraped."""
+    said: list[str] = []
+    Announcer(said.append, lambda: "now").received((received(labels=ALERT["labels"] | {"run": "\x1b[2Jr"}),))  # type: ignore[operator]
+    assert "\x1b" not in said[0]
+    assert "run \N{REPLACEMENT CHARACTER}[2Jr" in said[0]
+
+
+def test_a_client_that_goes_away_prints_nothing(receiver: Receiver, capfd: pytest.CaptureFixture[str]) -> None:
+    """The screen belongs to the alerts."""
+    port = int(receiver.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(b"POST /alerts HTTP/1.1\r\nAuthorization: Bearer token\r\nContent-Length: 10\r\n\r\nab")
+    assert post(receiver.url, b"[" * 100_000) == 400
+    assert capfd.readouterr() == ("", "")

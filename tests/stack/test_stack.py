@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_a_server_that_ends_later_is_said_too(tmp_path: Path) -> None:
         while not server.ended:
             time.sleep(0.05)
         answering.shutdown()
-    with pytest.raises(StackError, match="Prometheus ended by itself: disk full; start the stack again"):
+    with pytest.raises(StackError, match=r"Prometheus ended by itself with status 0: disk full \(all of it: .*log\)"):
         server.check()
 
 
@@ -119,7 +120,7 @@ def test_a_stack_runs_the_shipped_files_and_leaves_nothing(version: Version, mon
         assert all(text in config for text in ("localhost:1", "otel-train", stack.alertmanager.url.removeprefix("http://")))
         assert "localhost:9464" not in config
         rules = json.loads(get(f"{stack.prometheus.url}/api/v1/rules"))["data"]["groups"]
-        assert len(rules[0]["rules"]) == 18
+        assert len(rules[0]["rules"]) == 19
         assert rules[0]["rules"][-1]["annotations"]["runbook_url"].startswith(f"{stack.webhook.url}/runbooks/")
         token = folder / "deploy/alertmanager/secrets/webhook_token"
         assert token.stat().st_mode & 0o777 == 0o600
@@ -128,6 +129,37 @@ def test_a_stack_runs_the_shipped_files_and_leaves_nothing(version: Version, mon
     assert stack.prometheus.ended
     assert stack.alertmanager.ended
     assert not folder.exists()
+
+
+@pytest.mark.servers
+def test_a_failed_stack_leaves_the_log_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second stack does not disarm the first one by changing its token."""
+    monkeypatch.setenv("PATH", f"{find_program('current', 'prometheus').parent}{os.pathsep}{os.environ['PATH']}")
+    with Stack(StackOptions(data=tmp_path), lambda _: None) as first:
+        token = (tmp_path / "deploy/alertmanager/secrets/webhook_token").read_text()
+        with pytest.raises(StackError, match="another stack runs on"):
+            Stack(StackOptions(data=tmp_path), lambda _: None).__enter__()
+        assert (tmp_path / "deploy/alertmanager/secrets/webhook_token").read_text() == token
+        first.prometheus.check()
+    broken = tmp_path / "bin"
+    broken.mkdir()
+    program(broken, "prometheus", "#!/bin/sh\necho broken\n")
+    monkeypatch.setenv("PATH", f"{broken}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(StackError) as raised:
+        Stack(StackOptions(), lambda _: None).__enter__()
+    log = Path(str(raised.value).split("all of it: ")[1].rstrip(")"))
+    assert log.read_text() == "broken\n"
+    shutil.rmtree(log.parent)
+
+
+@pytest.mark.servers
+def test_a_stack_starts_behind_a_proxy_and_takes_ipv6_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters set http_proxy; loopback is not asked through it."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("PATH", f"{find_program('current', 'prometheus').parent}{os.pathsep}{os.environ['PATH']}")
+    with Stack(StackOptions(("[::1]:9464",), data=tmp_path), lambda _: None) as stack:
+        assert not stack.wait_for_scrape(0.5)
+        stack.prometheus.check()
 
 
 @pytest.mark.servers
