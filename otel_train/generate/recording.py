@@ -133,14 +133,16 @@ def _of_steps() -> tuple[RecordingRule, ...]:
     return (
         RecordingRule(
             STALLED_SINCE,
-            _since(STALLED_SINCE, LAYER_STALLED, "* 0 + on (job, run) group_left () " + SAMPLED_STEP),
+            _since(STALLED_SINCE, LAYER_STALLED, "({}) * 0 + on (job, run) group_left () " + SAMPLED_STEP),
             "Sampled step at which the layer was first seen stalled, while it still is.",
         ),
         RecordingRule(
-            LOW_SINCE, _since(LOW_SINCE, RATIO_LOW, f"* 0 + on (job, run) {SAMPLED_STEP}"), "The same for a median that is too low."
+            LOW_SINCE,
+            _since(LOW_SINCE, RATIO_LOW, f"{SAMPLED_STEP} and on (job, run) ({{}})"),
+            "The same for a median that is too low.",
         ),
         RecordingRule(
-            HIGH_SINCE, _since(HIGH_SINCE, RATIO_HIGH, f"* 0 + on (job, run) {SAMPLED_STEP}"), "And for one that is too high."
+            HIGH_SINCE, _since(HIGH_SINCE, RATIO_HIGH, f"{SAMPLED_STEP} and on (job, run) ({{}})"), "And for one that is too high."
         ),
     )
 
@@ -152,4 +154,4 @@ def _since(record: str, condition: str, first: str) -> str:
     """
     indented = condition.replace("\n", "\n  ")
     kept = f"{record} <= on (job, run) group_left () {SAMPLED_STEP}"  # steps go back where a run is taken up again
-    return f"(\n  {kept}\nand\n  ({indented})\n)\nor\n(\n  ({indented})\n  {first}\n)"
+    return f"(\n  {kept}\nand\n  ({indented})\n)\nor\n(\n  {first.format(indented)}\n)"

@@ -167,11 +167,11 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "no first step within an hour": ([series("otel_train_run_active", "1x{n}")], 62, {STEPS: 1}),
     "an evaluation in which the endpoint hangs too: absent at once, stalled not before an hour": (
         [series("otel_train_phase", "1x10 stale", phase="eval"), series("otel_train_run_active", "1x10 stale"),
-         series("otel_train_last_step_timestamp_seconds", "0+60x10 stale"), *scraped("1x10 0x{n}", "0.01x10 10x{n}")], 40, {ABSENT: 1},
+         series("otel_train_last_step_timestamp_seconds", "0+60x10 stale"), series("otel_train_step_duration_seconds_sum", "0+60x10 stale"), series("otel_train_step_duration_seconds_count", "0+10x10 stale"), *scraped("1x10 0x{n}", "0.01x10 10x{n}")], 40, {ABSENT: 1},
     ),
     "an evaluation in which the endpoint hangs too, after an hour": (
         [series("otel_train_phase", "1x10 stale", phase="eval"), series("otel_train_run_active", "1x10 stale"),
-         series("otel_train_last_step_timestamp_seconds", "0+60x10 stale"), *scraped("1x10 0x{n}", "0.01x10 10x{n}")], 72, {STEPS: 1, ABSENT: 1},
+         series("otel_train_last_step_timestamp_seconds", "0+60x10 stale"), series("otel_train_step_duration_seconds_sum", "0+60x10 stale"), series("otel_train_step_duration_seconds_count", "0+10x10 stale"), *scraped("1x10 0x{n}", "0.01x10 10x{n}")], 72, {STEPS: 1, ABSENT: 1},
     ),
     "a layer that still stalls after the steps went back": (
         [*training(sampled="5000+10x30 1000+10x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}", group="none")], 45, {STALLED: 1},
@@ -220,7 +220,7 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     "the end of a schedule at which nothing moves": ([*training(), schedule("0x{n}"), *layers("0x{n}")], (20, 60)),
     "the first hour without a step": ([series("otel_train_run_active", "1x{n}")], (20, 59)),
     "a NaN loss of hours ago": ([series("otel_train_nonfinite_total", "7x{n}", source="loss")], (50, 119)),
-    "a NaN loss of before a gap in which Prometheus was away": ([series("otel_train_nonfinite_total", "7x50 _x30 7x{n}", source="loss")], (82, 90)),
+    "a NaN loss of before a gap in which Prometheus was away": ([series("otel_train_nonfinite_total", "7x50 _x30 7x{n}", source="loss"), series("otel_train_step_duration_seconds_sum", "100x{n}")], (82, 90)),
     "a restart that sets the count to 0": ([series("otel_train_nonfinite_total", "7x50 0x{n}", source="loss")], (52, 60)),
     "steps of a minute: ten minutes without one": (
         [series("otel_train_last_step_timestamp_seconds", "0x{n}"), series("otel_train_step_duration_seconds_sum", "600x{n}"),
@@ -236,7 +236,7 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     "one rank a little behind": ([*USUAL, series("otel_train_last_step_timestamp_seconds", "0x{n}", rank="1")], (11, 60)),
     "a clean end": ([series("otel_train_run_active", "1x10 0 stale"), *scraped("1x11 0x{n}", "0.01x11 0.001x{n}")], (12, 17, 60)),
     "a gap of two minutes": ([series("otel_train_run_active", "1x10 stale _ 1x{n}")], (12, 13, 20)),
-    "a rank that comes back elsewhere": ([series("otel_train_run_active", GONE), series("otel_train_run_active", "_x10 1x{n}", instance="b:9464")], (17, 60)),
+    "a rank that comes back elsewhere": ([series("otel_train_run_active", GONE), series("otel_train_run_active", "_x10 1x{n}", instance="b:9464")], (17, 40)),
     "a killed run after two hours": ([series("otel_train_run_active", "1x5 stale")], (130,)),
 }  # fmt: skip
 
