@@ -56,11 +56,14 @@ def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
 
 
 def _exporter_absent(time_base: TimeBase) -> Alert:
-    active = series(run.RUN_ACTIVE)
+    active, memory = series(run.RUN_ACTIVE), seconds(time_base.memory)
+    seen = f"last_over_time({recording.SEEN}[{memory}])"  # of the addresses that a rank had, the latest counts
     return Alert(
         "OtelTrainExporterAbsent",
         "critical",
-        f"last_over_time({active}[{seconds(time_base.memory)}]) == 1\nunless on (job, run, rank)\n  {active}",
+        f"(\n  last_over_time({active}[{memory}]) == 1\nand on (job, run, rank, instance)\n"
+        f"  {seen} == on (job, run, rank) group_left () {merged('max', seen, 'rank')}\n)\n"
+        f"unless on (job, run, rank)\n  {active}",
         "A training stopped answering without having ended.",
         f"""
         Rank {{{{ $labels.rank }}}} of run {{{{ $labels.run }}}} ({{{{ $labels.instance }}}}) was training when it last answered,
@@ -75,11 +78,14 @@ def _steps_stalled(time_base: TimeBase) -> Alert:
     silence = f"time() - {recording.LAST_STEP}"
     mean = f"last_over_time({recording.STEP_SECONDS}[{seconds(time_base.memory)}])"
     too_long = f"{silence} > clamp_min({MISSED_STEPS} * {mean},"
+    least, patient = time_base.stalled, time_base.stalled_elsewhere
     condition = (
-        f"(\n    {too_long} {time_base.stalled})\n  unless on (job, run)\n    {recording.ELSEWHERE}\n"
-        f"or\n    {too_long} {time_base.stalled_elsewhere})\n"
-        f"or\n    {time_base.stalled_elsewhere} * ({recording.RUN_ACTIVE} offset {seconds(time_base.stalled_elsewhere)} == 1)\n"
-        f"  unless on (job, run)\n    {recording.LAST_STEP}\n)"
+        # the first step after another phase has time to end
+        f"(\n    {too_long} {least})\n  unless on (job, run)\n    last_over_time({recording.ELSEWHERE}[{seconds(least)}])\n"
+        f"or\n    {too_long} {patient})\n"
+        # no step at all, also none of before a restart
+        f"or\n    {patient} * ({recording.RUN_ACTIVE} offset {seconds(patient)} == 1)\n"
+        f"  unless on (job, run)\n    last_over_time({recording.LAST_STEP}[{seconds(patient)}])\n)"
     )
     return Alert(
         "OtelTrainStepsStalled",

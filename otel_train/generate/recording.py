@@ -27,6 +27,7 @@ class RecordingRule:
 
 
 RUN_ACTIVE = "run:otel_train_run_active:max"
+SEEN = "run_rank:otel_train_run_active:timestamp"
 HUNG = "run_rank:otel_train_run_active:hung"
 LAST_STEP = "run:otel_train_last_step_timestamp_seconds:max"
 ELSEWHERE = "run_rank:otel_train_phase:elsewhere"
@@ -68,6 +69,7 @@ def _of_the_run(time_base: TimeBase) -> tuple[RecordingRule, ...]:
     elsewhere = series(run.PHASE, ("phase!=", "train"))
     active, last_step, duration = series(run.RUN_ACTIVE), series(run.LAST_STEP_TIMESTAMP), throughput.STEP_DURATION
     return (
+        RecordingRule(SEEN, f"timestamp({active})", "When each rank was last seen, by address: the same rank can move."),
         RecordingRule(
             HUNG,
             f"(last_over_time({active}[{lately}]) == 1 or {HUNG})\n"

@@ -157,6 +157,9 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
         [*(s | {"values": s["values"].replace("x120", "x10 stale")} for s in USUAL), *scraped("1x10 0x{n}", "0.01x10 0.001x{n}")], 30, {ABSENT: 1},
     ),
     "each rank that is gone": ([series("otel_train_run_active", GONE, rank=rank, instance=f"n{rank}:9464") for rank in "012"], 17, {ABSENT: 3}),
+    "a rank that moved and is gone, where it was last": (
+        [series("otel_train_run_active", GONE), series("otel_train_run_active", "_x12 1x20 stale", instance="b:9464")], 40, {ABSENT: 1},
+    ),
     "a rank that is gone while another instance has the same rank of another run": (
         [series("otel_train_run_active", GONE), series("otel_train_run_active", "1x{n}", run="other", instance="b:9464")], 17, {ABSENT: 1},
     ),
@@ -216,6 +219,17 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     "gradients that overflow under a scaler": ([*USUAL, *(series("otel_train_nonfinite_total", "0+5x{n}", source=s) for s in ("gradient", "activation"))], (20,)),
     "a NaN loss of days ago, when Prometheus begins to look": (
         [series("otel_train_nonfinite_total", "_x30 7x{n}", source="loss"), series("otel_train_step_duration_seconds_sum", "_x30 200000+60x{n}")], (31, 34),
+    ),
+    "a rank that moved, and then ended": (
+        [series("otel_train_run_active", GONE), series("otel_train_run_active", "_x12 1x20 0 stale", instance="b:9464")], (20, 35, 45, 100),
+    ),
+    "a run that is taken up again under its name, before its first step": (
+        [series("otel_train_run_active", "1x70 stale _ 1x{n}"), series("otel_train_last_step_timestamp_seconds", "0+60x70 stale"),
+         series("otel_train_step_duration_seconds_sum", "0+60x70 stale"), series("otel_train_step_duration_seconds_count", "0+10x70 stale")], (73, 78, 100),
+    ),
+    "the first steps after an evaluation of half an hour": (
+        [*training()[:1], series("otel_train_phase", "1x10 stale _x29 1x{n}", phase="train"), series("otel_train_phase", "_x11 1x29 stale", phase="eval"),
+         series("otel_train_last_step_timestamp_seconds", "0+60x10 600x32 2580+60x{n}"), *training()[5:7]], (22, 39, 41, 42.5, 50),
     ),
     "the end of a schedule at which nothing moves": ([*training(), schedule("0x{n}"), *layers("0x{n}")], (20, 60)),
     "the first hour without a step": ([series("otel_train_run_active", "1x{n}")], (20, 59)),
