@@ -29,6 +29,8 @@ _CLIENT_SECONDS = 10.0
 """A client that sends or takes nothing for so long is dropped."""
 _SCRAPERS = 8
 """Scrapers at most that are told apart, by address and user agent: connections come and go between scrapes."""
+_GONE = 5
+"""A scraper that is silent for so many of its intervals has gone away; a busy machine delays one by a few."""
 _CONNECTIONS = 32
 """Connections at a time; more are closed at once, so that a flood takes no threads from the training."""
 
@@ -71,13 +73,13 @@ class Endpoint:
         """Wait until each Prometheus that is scraping has scraped once more, for at most twice the interval seen."""
         now = time.monotonic()
         with self._scraped:
-            deadlines = {client: scrapes[-1].began + 2 * _interval(scrapes) for client, scrapes in self._scrapes.items()}
-            due = [client for client, deadline in deadlines.items() if deadline > now]
+            intervals = {client: _interval(scrapes) for client, scrapes in self._scrapes.items()}
+            due = [client for client, interval in intervals.items() if now - self._scrapes[client][-1].began < _GONE * interval]
 
             def all_have() -> bool:
                 return all(self._scrapes[client][-1].began >= now for client in due)
 
-            self._scraped.wait_for(all_have, max((deadlines[client] - now for client in due), default=0.0))
+            self._scraped.wait_for(all_have, max((2 * intervals[client] for client in due), default=0.0))
 
     def close(self) -> None:
         """Stop listening, drop all connections and end the threads; from within the serving thread it does not wait for that."""
