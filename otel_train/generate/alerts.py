@@ -124,10 +124,11 @@ def _update_ratio_low(time_base: TimeBase) -> Alert:
         _active(f"{recording.RATIO_LOW}\nand on (job, run)\n  {recording.held(recording.LOW_SINCE)}"),
         "The weights hardly move: the learning rate is probably too low.",
         f"""
-        The median layer of run {{{{ $labels.run }}}} {{{{ if lt $value -99.0 }}}}does not change at all{{{{ else }}}}changes by
-        10^{{{{ printf "%.1f" $value }}}} of its weights a step, as it would be at the peak of the schedule{{{{ end }}}}; 10^-3 is
-        usual, 10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at most tenfold at a time, and look again; in
-        fine-tuning it can be meant.
+        The median layer of run {{{{ $labels.run }}}} {{{{ if lt $value -99.0 }}}}does not change at all. Look whether its learning
+        rate is 0, and whether attach was given the optimizer that the loop uses.{{{{ else }}}}changes by
+        10^{{{{ printf "%.1f" $value }}}} of its weights a step, as it would be at the peak of the schedule; 10^-3 is usual,
+        10^{TOLERATED_LOG10[0]:g} the limit. Raise the learning rate, at most tenfold at a time, and look again; in fine-tuning it
+        can be meant.{{{{ end }}}}
         """,
         hold_for=time_base.patience,
     )

@@ -118,13 +118,13 @@ def _of_update_ratios() -> tuple[RecordingRule, ...]:
         ),
         RecordingRule(
             MEDIAN_RATIO,
-            median(f"{matrices} > 0"),
-            "Median of the matrices that move at all.",
+            f"{median(f'{matrices} > 0')}\nor\n  {median(f'{LAYER_RATIO} > 0')}",
+            "Median of the matrices that move at all; of the embeddings where no matrix does.",
         ),
         RecordingRule(
             MEDIAN_AT_PEAK,
             median(f"log10(\n  ({matrices} > 0)\n/ on (job, run, param_group) group_left ()\n  ({schedule} >= {NEAR_PEAK:g})\n)")
-            + f"\nor\n  log10({merged('max', matrices)} == 0)\nunless on (job, run)\n  {schedule} < {NO_LEARNING_RATE:g}",
+            + f"\nor\n  log10({merged('max', LAYER_RATIO)} == 0)\nunless on (job, run)\n  {schedule} < {NO_LEARNING_RATE:g}",
             "log10 of the median update ratio as it would be at the peak of the schedule: decay is not too low. -Inf where nothing "
             "moves at all, although there is a learning rate, or never was.",
         ),

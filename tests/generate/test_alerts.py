@@ -131,6 +131,10 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "most of the layers stalled, which says nothing about the learning rate": (
         [*USUAL, *(layer(f"s{index}", "0x{n}", group="none") for index in range(5))], 20, {STALLED: 5},
     ),
+    "embeddings alone, which do not move": ([*training(), *(layer(f"e{i}", "0x{n}", kind="embedding") for i in range(2))], 20, {LOW: 1}),
+    "the only matrix, of no optimizer, beside an embedding that moves": (
+        [*training(), schedule(), layer("tokens", "1e-3x{n}", kind="embedding"), layer("fc", "0x{n}", group="none")], 20, {STALLED: 1},
+    ),
     "a median that is low": ([*training(), schedule(), *layers("3e-5x{n}")], 20, {LOW: 1}),
     "a median that is low late in the schedule": ([*training(), schedule("0.15x{n}"), *layers("3e-6x{n}")], 20, {LOW: 1}),
     "a median that is high": ([*training(), schedule(), *layers("3e-2x{n}")], 20, {HIGH: 1}),
@@ -357,9 +361,26 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "old NaN losses": ('otel_train_nonfinite_total{source="loss"}[2h] offset 5m', 'otel_train_nonfinite_total{source="loss"}[1m] offset 5m', "a NaN loss of before a gap in which Prometheus was away"),
     "slow steps": ("clamp_min(20 *", "clamp_min(0 *", "steps of a minute: ten minutes without one"),
     "phases": ('otel_train_phase{phase!="train"}', 'otel_train_phase{phase="x"}', "an evaluation of half an hour"),
-    "clean ends": ("last_over_time(otel_train_run_active[2h]) == 1\n          unless", "last_over_time(otel_train_run_active[2h]) >= 0\n          unless", "a clean end"),
-    "instances for ranks": ("unless on (job, run, rank)", "unless on (job, run, rank, instance)", "a rank that comes back elsewhere"),
+    "clean ends": ("last_over_time(otel_train_run_active[2h]) == 1", "last_over_time(otel_train_run_active[2h]) >= 0", "a clean end"),
+    "addresses that a rank has left": ("== on (job, run, rank) group_left () max", "<= on (job, run, rank) group_left () max", "a rank that moved, and then ended"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_where_nothing_moves_the_advice_is_another(version: Version, tmp_path: Path) -> None:
+    """A higher learning rate would not help."""
+    given, minute, _ = FIRES["nothing that moves at all, at a learning rate that always was 0"]
+    expected = {
+        "exp_labels": {"job": "otel-train", "run": "r", "severity": "warning"},
+        "exp_annotations": {
+            "summary": "The weights hardly move: the learning rate is probably too low.",
+            "description": "The median layer of run r does not change at all. Look whether its learning rate is 0, and whether attach "
+            "was given the optimizer that the loop uses.",
+            "runbook_url": f"{assets.RUNBOOKS}/{LOW}.md",
+        },
+    }  # fmt: skip
+    test = {"eval_time": f"{minute}m", "alertname": LOW, "exp_alerts": [expected]}
+    assert promtool(version, tmp_path, {"input_series": given, "alert_rule_test": [test]}) == ""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
