@@ -108,12 +108,15 @@ class Stacks:
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
-    """Start ``otel-train stack`` once with each version, one after the other, so that both find free ports."""
+    """Start ``otel-train stack`` once with each version, one after the other, so that both find free ports; one finds trainings by file."""
     port, folder = free_port(), tmp_path_factory.mktemp("stacks")
     with contextlib.ExitStack() as started:
         programs: dict[Version, Program] = {}
         for version in VERSIONS:
-            arguments = ("stack", "--time-base", "demo", "--target", f"localhost:{port}", "--data", str(folder / version))
+            # the first target is a static one, others are found by file
+            before = ("--target", f"localhost:{free_port()}") if version == "stable" else ()
+            own = ("--target", f"localhost:{port}", "--data", str(folder / version))
+            arguments = ("stack", "--time-base", "demo", *before, *own)
             program = started.enter_context(command(folder / f"{version}.log", *arguments, PATH=servers_path(version)))
             program.wait_for("Waiting for alerts", 40)
             programs[version] = program
