@@ -6,13 +6,12 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +38,7 @@ from otel_train.parallel import Ranks
 from otel_train.parallel.board import Board
 from otel_train.parallel.clip import clip_grad_norm_
 from otel_train.records import Coverage, RankSample, StepRecord
+from otel_train.sigterm import Sigterm
 from otel_train.sinks import Sink
 from otel_train.sinks.endpoint import Endpoint
 from otel_train.sinks.page import render_fragment
@@ -160,7 +160,7 @@ class Monitor:
         self._endpoint: Endpoint | None = None
         self._model = weakref.ref(model)
         self._worker: Worker[_Item] = Worker("otel-train", self._handle, self._publish)
-        self._previous_sigterm: Any = None
+        self._sigterm = Sigterm(self.close)
         self._ranks: Ranks | None = None
         if self._disabled:
             self._attachment: Attachment | None = None
@@ -208,7 +208,7 @@ class Monitor:
         _open.add(self)
         weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
         if self._config.handle_sigterm:
-            self._handle_sigterm()
+            self._sigterm.handle()
         self._worker.flush(_FLUSH_SECONDS)  # so that the first scrape finds every counter at 0
 
     @property
@@ -448,7 +448,7 @@ class Monitor:
                 self._attachment.recorder.close_step()
             self._attachment.remove()
         self._live.active = False
-        self._restore_sigterm()
+        self._sigterm.restore()
         self._worker.flush(_FLUSH_SECONDS)
         if self._ranks is not None:
             self._ranks.stop(_FLUSH_SECONDS)
@@ -476,28 +476,6 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def _handle_sigterm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            _LOG.warning("handle_sigterm: attach was not called in the main thread, so SIGTERM is not handled")
-            return
-        self._previous_sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous_sigterm
-        self.close()
-        if callable(previous):
-            previous(number, frame)
-        elif previous is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def _restore_sigterm(self) -> None:
-        if self._previous_sigterm is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous_sigterm)
-        self._previous_sigterm = None
 
 
 def _model_gone(reference: weakref.ref[Monitor]) -> None:

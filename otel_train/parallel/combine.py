@@ -7,13 +7,12 @@ nothing, so both have the same length everywhere.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from otel_train.assembly.layer import run_sums
+from otel_train.assembly.layer import median_ratio, root, run_sums
 from otel_train.parallel.layout import Layout, Row, site_key
 from otel_train.records import MAGNITUDE_EXPONENTS, ActivationReading, Layer, LayerSample, ParameterReading, ParameterSums, RunSums
 
@@ -191,13 +190,12 @@ class Combined:
         )
 
     def _median(self, rows: Sequence[Sequence[float]]) -> float | None:
-        ratios: dict[bool, list[float]] = {True: [], False: []}
+        ratios = []
         for kind, members in self._layout.table.layers:
             update, weight = (sum(rows[i][column] for i in members) for column in (_UPDATE, _UPDATED_WEIGHT))
-            if any(rows[i][_MEASURED] for i in members) and weight > 0 and math.isfinite(update):
-                ratios[kind == "matrix"].append(math.sqrt(update / weight))
-        finite = ratios[True] or ratios[False]
-        return statistics.median(finite) if finite else None
+            if any(rows[i][_MEASURED] for i in members) and weight != 0:
+                ratios.append((kind, root(update / weight)))
+        return median_ratio(ratios)
 
     def _divergence(self) -> float | None:
         spreads = []
