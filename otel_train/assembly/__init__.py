@@ -57,6 +57,8 @@ class RunFacts:
     """This rank counts tokens and FLOPs for all ranks that work on the same tokens."""
     replica_ranks: int = 1
     """Ranks that work on the same tokens."""
+    forward_is_own: bool = True
+    """No forward pass waits for other ranks, so that its time tells ranks apart."""
 
 
 @dataclass(slots=True)
@@ -325,7 +327,7 @@ class Assembler:
     def _throughput_samples(self, live: LiveState) -> Iterator[Sample]:
         yield Sample(throughput.STEP_DURATION, (), self._durations.value(_DURATION_BOUNDS))
         yield Sample(throughput.DATA_WAIT_SECONDS, (), self._seconds[throughput.DATA_WAIT_SECONDS])
-        if self._seconds[throughput.FORWARD_SECONDS]:
+        if self._seconds[throughput.FORWARD_SECONDS] and self._facts.forward_is_own:
             yield Sample(throughput.FORWARD_SECONDS, (), self._seconds[throughput.FORWARD_SECONDS])
         if self._facts.leads_replica:
             yield from self._replica_samples()

@@ -7,7 +7,7 @@ MONITOR_SECONDS = counter(
     "Time that the monitor took.",
     unit="s",
     labels=("part",),
-    note="Host clock in the training thread by part; `export` is the processor time of the monitor's own thread.",
+    note="Host clock in the training thread by part; `export` and `ranks` are processor times of the monitor's own threads.",
 )
 MONITOR_ERRORS = counter(
     "otel_train.monitor.errors",

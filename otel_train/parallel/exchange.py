@@ -7,6 +7,7 @@ so no rank is left waiting in a collective, and whoever comes late finds it made
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -121,8 +122,12 @@ class Exchange:
                 if self._stopping:
                     return
                 item, self._busy = self._items.popleft(), True
-            with self._guard.part("ranks"):
+            try:
                 self._handle(item)
+            except Exception as error:  # noqa: BLE001  # nothing of ours ends the thread
+                self._guard.failed("ranks", error)
+            with contextlib.suppress(OSError):  # no thread clock on some platforms
+                self._guard.seconds["ranks"] = time.thread_time()  # waiting costs nobody anything
 
     def _handle(self, item: _Waiting) -> None:
         combined: Combined | None = None
@@ -134,7 +139,8 @@ class Exchange:
                 self._miss(self._cause(self._board, item.attempt, error))
         else:
             self._guard.errors["ranks"] += 1
-        own = combined.sample(self._labels, self._depths) if combined is not None else None
+        now = {r.name: (r.layer, r.histogram) for r in item.sample.parameters} if item.sample is not None else {}
+        own = combined.sample({**self._labels, **now}, self._depths) if combined is not None else None
         if own is None and item.sample is not None:
             own = whole_rows(self._layout, item.sample)
         if own is None:

@@ -93,6 +93,11 @@ class Layout:
     replicated: bool
     """Every parameter is declared to be whole on each rank, so that one rank's values are the run's."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole model."""
+        return not self.spans_stages and all(row.whole for row in self.rows.values())
+
     def dumps(self) -> str:
         """Return it as JSON, without the table, which is the same for all ranks."""
         fields = asdict(self)
