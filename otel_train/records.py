@@ -85,6 +85,14 @@ class LayerSample:
 
     parameters: tuple[ParameterReading, ...]
     activations: tuple[ActivationReading, ...]
+    earlier_parameters: tuple[ParameterReading, ...] = ()
+    """Of optimizers that were not measured in this step, from their last sample."""
+    earlier_activations: tuple[ActivationReading, ...] = ()
+
+    @property
+    def shown(self) -> LayerSample:
+        """What gauges show: the last known of each optimizer; counters take only what is new."""
+        return LayerSample((*self.parameters, *self.earlier_parameters), (*self.activations, *self.earlier_activations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,8 @@ class GroupSettings:
     beta1: float | None = None
     beta2: float | None = None
     epsilon: float | None = None
+    current: bool = True
+    """Its optimizer stepped in this step; else this is how it was at its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,8 @@ class StepRecord:
     precision: str
     sample: LayerSample | None
     """What was measured, if this was a sampled step."""
+    also_skipped: int = 0
+    """Steps of other optimizers, or of a moment before, that the gradient scaler skipped beside this one, which happened."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,7 @@ class Assembler:
         record = replace(record, tokens=told.tokens, samples=told.samples)
         self._last = record
         self._counts[run.SKIPPED_STEPS if record.skipped else run.STEPS] += 1
+        self._counts[run.SKIPPED_STEPS] += record.also_skipped
         self.step += not record.skipped
         self._counts[run.MICRO_BATCHES] += record.micro_batches
         self._counts[gradients.CLIPPED_STEPS] += record.clipped and not record.skipped
@@ -165,7 +166,7 @@ class Assembler:
         self._loss_scale = record.loss_scale if record.loss_scale is not None else self._loss_scale
         self._add_tokens(record)
         self._add_loss(told.mean_loss())
-        for group in record.groups:
+        for group in (g for g in record.groups if g.current):
             self._peaks[group.optimizer, group.param_group].add(group.learning_rate, group.peak_learning_rate)
         if record.duration is not None:
             self._add_duration(record.duration, record.tokens)
@@ -173,7 +174,7 @@ class Assembler:
         if record.sample is not None:
             self._add_sample(record.sample, record.grad_norm)
             if norm is None and record.sample.parameters:
-                norm = gradient_norm(record.sample)
+                norm = gradient_norm(record.sample.shown)
         if norm is not None and not record.skipped and self._norm_spikes.is_spike(norm):
             self._spikes[gradients.GRAD_NORM_SPIKES, self._schedule_phase()] += 1
 
@@ -204,7 +205,7 @@ class Assembler:
 
     def _add_sample(self, sample: LayerSample, grad_norm: float | None) -> None:
         self._sampled_step = self.step
-        self._monitored = sum(reading.sums.elements for reading in sample.parameters)
+        self._monitored = sum(reading.sums.elements for reading in sample.shown.parameters)
         for reading in sample.parameters:
             self._add_nonfinite(reading)
             if reading.histogram is not None and reading.sums.magnitudes is not None:
@@ -214,7 +215,7 @@ class Assembler:
         for site in sample.activations:
             self._nonfinite["activation"] += int(site.nonfinite)
             self._layer_nonfinite[site.layer, site.depth, "activation"] += int(site.nonfinite)
-        self._sampled = (*samples_of(sample, grad_norm), *self._histogram_samples())
+        self._sampled = (*samples_of(sample.shown, grad_norm), *self._histogram_samples())
 
     def _add_nonfinite(self, reading: ParameterReading) -> None:
         for source, count in (
