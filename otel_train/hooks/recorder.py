@@ -122,7 +122,7 @@ class Recorder:
 
     def _turn(self) -> None:
         """A forward, a wait for data or a clip: after a step it belongs to the next, or to the next optimizer of the same."""
-        if self.in_step:  # within a closure
+        if self.in_step or not self._step.has_ended:  # within a closure, or on the way to a step
             return
         if self._step.stepped and not self._cadence.is_whole(self._step.stepped):
             self._held, self._step = self._step, Step(sequence_length=self._step.sequence_length)

@@ -1,0 +1,482 @@
+"""Shapes of training loops: each exports what naive clones around its steps say, counts as it should, and trains as without a monitor."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from otel_train.catalog import gradients, run, updates
+from otel_train.catalog import monitor as monitor_catalog
+from otel_train.testing import capture
+from tests import problems
+from tests.hooks.watch import Watch
+from tests.problems import Mlp
+
+# torch's own, when the compiler is first used
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+STEPS = 6
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def without_graphs() -> Iterator[None]:
+    """Start without compiled graphs, and leave none."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def backward(watch: Watch, model: nn.Module, step: int, share: float = 1.0, loss_scale: Any = None) -> torch.Tensor:
+    """Make a micro-batch's forward and backward, and note its loss."""
+    loss = problems.vector_loss(model, step) * share
+    (loss if loss_scale is None else loss_scale(loss)).backward()
+    watch.losses.append(loss.item())
+    watch.micro_batches += 1
+    return loss.detach()
+
+
+def simple(
+    watch: Watch, optimizer: Optimizer, call: Callable[[], Any] | None = None, between: Callable[[], Any] | None = None
+) -> None:
+    """Train with one optimizer, one micro-batch a step; ``between`` runs before the step."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = backward(watch, watch.model, step)
+        if between is not None:
+            between()
+        watch.step(optimizer, call)
+        watch.observe(loss=loss)
+        watch.steps += 1
+
+
+def plain(watch: Watch) -> None:
+    """As in any tutorial; never calls ``observe``."""
+    model = Mlp(hidden=16)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    watch.attach(model, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(watch, model, step)
+        watch.step(optimizer)
+        watch.steps += 1
+
+
+def zero_grad_before_observe(watch: Watch) -> None:
+    """The gradients are gone when the monitor hears of the micro-batch."""
+    model = Mlp(hidden=16)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    watch.attach(model, optimizer)
+    for step in range(STEPS):
+        loss = backward(watch, model, step)
+        watch.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        watch.observe(loss=loss)
+        watch.steps += 1
+
+
+def accumulation(watch: Watch) -> None:
+    """Three micro-batches a step, each observed."""
+    model = Mlp(hidden=16)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    watch.attach(model, optimizer)
+    for step in range(STEPS):
+        for micro in range(3):
+            watch.observe(loss=backward(watch, model, 3 * step + micro, 1 / 3))
+        watch.step(optimizer)
+        optimizer.zero_grad()
+        watch.steps += 1
+
+
+def clipping(how: str) -> Callable[[Watch], None]:
+    """Clip by torch's function, by the monitor's, by value."""
+
+    def loop(watch: Watch) -> None:
+        model = Mlp(hidden=16)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        watch.attach(model, optimizer)
+        ways: dict[str, Callable[[], Any]] = {
+            "torch": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+            "ours": lambda: watch.clip(0.05),
+            "value": lambda: nn.utils.clip_grad_value_(model.parameters(), 0.002),
+        }
+        simple(watch, optimizer, between=ways[how])
+
+    return loop
+
+
+def implementation(**settings: Any) -> Callable[[Watch], None]:
+    """AdamW's loops over parameters."""
+
+    def loop(watch: Watch) -> None:
+        model = Mlp(hidden=16)
+        optimizer = AdamW(model.parameters(), lr=1e-2, **settings)
+        watch.attach(model, optimizer)
+        simple(watch, optimizer)
+
+    return loop
+
+
+def two_optimizers(watch: Watch) -> None:
+    """Matrices and the rest, one after the other in every step."""
+    model = Mlp(hidden=16)
+    first = AdamW([p for p in model.parameters() if p.dim() > 1], lr=1e-2)
+    second = SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1)
+    watch.attach(model, [first, second])
+    for step in range(STEPS):
+        model.zero_grad()
+        watch.observe(loss=backward(watch, model, step))
+        watch.step(first)
+        watch.step(second)
+        watch.steps += 1
+
+
+class Gan(nn.Module):
+    """A generator and a discriminator of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12))
+        self.discriminator = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+
+    def forward(self, noise: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the discriminator's loss where there are real vectors, else the generator's."""
+        made = self.generator(noise)
+        if real is None:
+            return nn.functional.softplus(-self.discriminator(made)).mean()
+        seen = self.discriminator(torch.cat([real, made.detach()]))
+        return nn.functional.softplus(torch.cat([-seen[: len(real)], seen[len(real) :]])).mean()
+
+
+def gan_parts(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return noise and real vectors."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 12, generator=generator) + 1
+
+
+def train_gan(
+    watch: Watch, model: Gan, optimizers: tuple[Optimizer, Optimizer], call: Callable[..., torch.Tensor], every: int
+) -> None:
+    """Step the discriminator each time, the generator every few times, as published code does."""
+    discriminate, generate = optimizers
+    for step in range(STEPS):
+        noise, real = gan_parts(step)
+        discriminate.zero_grad()
+        loss = call(noise, real)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        watch.clip(0.1, model.discriminator.parameters())
+        watch.step(discriminate)
+        watch.losses.append(loss.item())
+        watch.steps += 1
+        if step % every == 0:
+            generate.zero_grad()
+            loss = call(noise)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            watch.clip(0.1, model.generator.parameters())
+            watch.step(generate)
+            watch.losses.append(loss.item())
+
+
+def gan(*, every: int, through_root: bool) -> Callable[[Watch], None]:
+    """Discriminator and generator in turn; published code calls the two, and never the module that has both."""
+
+    def loop(watch: Watch) -> None:
+        model = Gan()
+        optimizers = AdamW(model.discriminator.parameters(), lr=1e-3), AdamW(model.generator.parameters(), lr=1e-2)
+        watch.attach(model, {"discriminator": optimizers[0], "generator": optimizers[1]})
+        train_gan(watch, model, optimizers, model if through_root else model.forward, every)
+        if through_root:
+            watch.micro_batches = STEPS + -(-STEPS // every)
+
+    return loop
+
+
+def freezing_gan(watch: Watch) -> None:
+    """The discriminator is frozen while the generator learns, as in pix2pix and CycleGAN; the generator steps first."""
+    model = Gan()
+    discriminate, generate = SGD(model.discriminator.parameters(), lr=0.1), SGD(model.generator.parameters(), lr=0.1)
+    watch.attach(model, [generate, discriminate])
+    for step in range(STEPS):
+        noise, real = gan_parts(step)
+        model.discriminator.requires_grad_(requires_grad=False)
+        generate.zero_grad()
+        loss = model(noise)
+        loss.backward()
+        watch.step(generate)
+        model.discriminator.requires_grad_(requires_grad=True)
+        discriminate.zero_grad()
+        model(noise, real).backward()
+        watch.step(discriminate)
+        watch.losses.append(loss.item())
+        watch.steps += 1
+        watch.micro_batches += 2
+
+
+def inside_backward(watch: Watch) -> None:
+    """An optimizer a parameter, stepped as soon as its gradient is there, which then goes; torch's recipe for saving memory."""
+    model = Mlp(hidden=16)
+    optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizer = optimizers[parameter]  # type: ignore[index]  # it is a parameter
+        watch.step(optimizer)
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    watch.attach(model, list(optimizers.values()))
+    for step in range(STEPS):
+        watch.observe(loss=backward(watch, model, step))
+        assert all(p.grad is None for p in model.parameters())
+        watch.steps += 1
+
+
+def closure(make: Callable[[Any], Optimizer]) -> Callable[[Watch], None]:
+    """Forward and backward are made by the optimizer, once or several times a step."""
+
+    def loop(watch: Watch) -> None:
+        model = Mlp(hidden=16)
+        optimizer = make(model.parameters())
+        watch.attach(model, optimizer)
+        for step in range(STEPS):
+
+            def evaluate(step: int = step) -> float:
+                optimizer.zero_grad()
+                return backward(watch, model, step).item()
+
+            optimizer.zero_grad()  # so that the observer takes the gradients after the step
+            watch.step(optimizer, lambda evaluate=evaluate: optimizer.step(evaluate))  # type: ignore[misc]
+            watch.steps += 1
+
+    return loop
+
+
+def compiled_step(watch: Watch) -> None:
+    """``torch.compile(optimizer.step)``."""
+    model = Mlp(hidden=16)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    watch.attach(model, optimizer)
+    simple(watch, optimizer, torch.compile(optimizer.step, backend="eager"))
+
+
+def scheduled(watch: Watch) -> None:
+    """Two schedulers, each of which wraps ``optimizer.step``."""
+    model = Mlp(hidden=16)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    second = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    watch.attach(model, optimizer)
+
+    def step() -> None:
+        optimizer.step()
+        first.step()
+        second.step()
+
+    simple(watch, optimizer, step)
+
+
+def averaged(**settings: Any) -> Callable[[Watch], None]:
+    """An EMA or SWA copy of the hooked model is kept, and evaluated in training mode, with gradients."""
+
+    def loop(watch: Watch) -> None:
+        model = Mlp(hidden=16)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        watch.attach(model, optimizer)
+        copied = AveragedModel(model, **settings)
+
+        def step() -> None:
+            optimizer.step()
+            copied.update_parameters(model)
+            watch.losses.append(problems.vector_loss(copied, 99).item())
+
+        simple(watch, optimizer, step)
+
+    return loop
+
+
+class Lora(nn.Module):
+    """A frozen matrix with a trainable low-rank one beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        nn.init.constant_(self.up.weight, 0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map as the base does, and add."""
+        changed: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return changed
+
+
+def adapters(watch: Watch) -> None:
+    """Most parameters are frozen; the optimizer is given all of them, as some do."""
+    model = Mlp(hidden=16)
+    model.requires_grad_(requires_grad=False)
+    model.first, model.second = Lora(model.first), Lora(model.second)  # type: ignore[assignment]
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    watch.attach(model, optimizer)
+    simple(watch, optimizer)
+
+
+def validated(watch: Watch) -> None:
+    """A validation pass between the steps: with and without gradients, also between backward and step."""
+    model = Mlp(hidden=16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watch.attach(model, optimizer)
+
+    def validate() -> None:
+        model.eval()
+        with torch.no_grad():
+            watch.losses.append(problems.vector_loss(model, 99).item())
+        watch.losses.append(problems.vector_loss(model, 98).item())
+        model.train()
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        watch.observe(loss=backward(watch, model, step))
+        validate()
+        watch.step(optimizer)
+        validate()
+        watch.steps += 1
+
+
+def thawed(watch: Watch) -> None:
+    """A layer is frozen at first and thawed in the middle, another is frozen then."""
+    model = Mlp(hidden=16)
+    model.first.requires_grad_(requires_grad=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watch.attach(model, optimizer)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            model.first.requires_grad_(requires_grad=True)
+            model.second.requires_grad_(requires_grad=False)
+            for found in (watch.gradients, watch.before, watch.after):
+                for name in [name for name in found if name.startswith("second")]:
+                    del found[name]
+        optimizer.zero_grad()
+        watch.observe(loss=backward(watch, model, step))
+        watch.step(optimizer)
+        watch.steps += 1
+
+
+def grown(watch: Watch) -> None:
+    """The optimizer is given the first layers in the middle of the training."""
+    model = Mlp(hidden=16)
+    late = [*model.first.parameters(), *model.norm.parameters()]
+    optimizer = SGD([p for p in model.parameters() if all(p is not other for other in late)], lr=0.1)
+    watch.attach(model, optimizer)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            optimizer.add_param_group({"params": late, "lr": 0.01})
+        model.zero_grad()
+        watch.observe(loss=backward(watch, model, step))
+        watch.step(optimizer)
+        watch.steps += 1
+
+
+def accelerated(watch: Watch) -> None:
+    """The real accelerate, with its wrapped optimizer and scheduler, two micro-batches a step."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Mlp(hidden=16)
+    inner = AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+    root, optimizer, scheduler = accelerator.prepare(model, inner, schedule)
+    watch.attach(root, optimizer)
+
+    def step() -> None:
+        optimizer.step()
+        scheduler.step()
+
+    for micro in range(2 * STEPS):
+        with accelerator.accumulate(root):
+            loss = problems.vector_loss(root, micro)
+            accelerator.backward(loss)
+            watch.losses.append(loss.item())
+            watch.micro_batches += 1
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(root.parameters(), 0.5)
+                watch.steps += 1
+            watch.step(inner, step)
+            optimizer.zero_grad()
+            watch.observe(loss=loss)
+
+
+LOOPS: dict[str, Callable[[Watch], None]] = {
+    "plain, never observes": plain,
+    "zero_grad(set_to_none) before observe": zero_grad_before_observe,
+    "accumulation": accumulation,
+    "clip_grad_norm_ of torch": clipping("torch"),
+    "clip_grad_norm_ of ours": clipping("ours"),
+    "clip_grad_value_": clipping("value"),
+    "single": implementation(foreach=False),
+    "foreach": implementation(foreach=True),
+    "fused": implementation(fused=True),
+    "two optimizers": two_optimizers,
+    "gan": gan(every=1, through_root=False),
+    "gan, root called": gan(every=1, through_root=True),
+    "gan, 3 to 1": gan(every=3, through_root=False),
+    "gan, 3 to 1, root called": gan(every=3, through_root=True),
+    "gan, frozen in turn": freezing_gan,
+    "inside backward": inside_backward,
+    "SGD with a closure": closure(lambda p: SGD(p, lr=0.1)),
+    "LBFGS": closure(lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4)),
+    "compiled step": compiled_step,
+    "schedulers": scheduled,
+    "EMA": averaged(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "SWA": averaged(use_buffers=True),
+    "adapters": adapters,
+    "validation passes": validated,
+    "thawed later": thawed,
+    "group added later": grown,
+    "accelerate": accelerated,
+}
+
+
+def trained(name: str, *, monitored: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train, and return losses and weights."""
+    torch.manual_seed(0)
+    with Watch(monitored=monitored) as watch:
+        LOOPS[name](watch)
+        return watch.losses, {n: p.detach().clone() for n, p in watch.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_bit_for_bit_as_without_a_monitor(name: str) -> None:
+    """Losses and final weights."""
+    bare, watched = trained(name, monitored=False), trained(name, monitored=True)
+    assert len(set(bare[0])) > STEPS - 1
+    assert watched[0] == bare[0]
+    assert all(torch.equal(watched[1][n], bare[1][n]) for n in bare[1])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_exports_what_clones_around_its_steps_say(name: str) -> None:
+    """Norms and update ratios of every layer, and over the model; steps and micro-batches; and no error of ours."""
+    with Watch(monitored=True) as watch:
+        LOOPS[name](watch)
+        snapshot = watch.seen()
+    layers = problems.by_layer(watch.model, watch.gradients)
+    norms = {key: g.norm().item() for key, g in layers.items()}
+    assert norms
+    assert problems.layer_values(snapshot, gradients.LAYER_GRAD_NORM) == pytest.approx(norms, rel=TOLERANCE)
+    whole = problems.everything(watch.gradients).norm().item()
+    assert snapshot.value(gradients.GRAD_NORM, stage="post_clip") == pytest.approx(whole, rel=TOLERANCE)
+    kinds = ("matrix", "embedding", "norm", "vector")
+    ratios = problems.naive_ratios(watch.model, watch.before, watch.after, kinds)
+    assert problems.layer_values(snapshot, updates.LAYER_UPDATE_RATIO) == pytest.approx(ratios, rel=TOLERANCE)
+    ratio = problems.ratio(problems.everything(watch.before), problems.everything(watch.after))
+    assert snapshot.value(updates.UPDATE_RATIO) == pytest.approx(ratio, rel=TOLERANCE)
+    assert snapshot.value(run.STEPS) == snapshot.value(run.STEP) == snapshot.value(run.SAMPLED_STEP) == watch.steps
+    assert snapshot.value(run.MICRO_BATCHES) == watch.micro_batches
+    assert snapshot.value(run.SKIPPED_STEPS) == 0
+    assert sum(float(s.value) for s in snapshot.find(monitor_catalog.MONITOR_ERRORS) if isinstance(s.value, (int, float))) == 0
