@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import math
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from otel_train.catalog import gradients, run, updates
+from otel_train.catalog import gradients, run, throughput, updates
+from otel_train.catalog import loss as loss_catalog
 from otel_train.catalog import monitor as monitor_catalog
+from otel_train.hooks.cadence import RECENT
+from otel_train.snapshot import Snapshot
 from otel_train.testing import capture
 from tests import problems
 from tests.hooks.watch import Watch
@@ -232,7 +235,7 @@ def inside_backward(watch: Watch) -> None:
         optimizer.zero_grad()
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(hook)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
     watch.attach(model, list(optimizers.values()))
     for step in range(STEPS):
         watch.observe(loss=backward(watch, model, step))
@@ -432,7 +435,7 @@ LOOPS: dict[str, Callable[[Watch], None]] = {
     "LBFGS": closure(lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4)),
     "compiled step": compiled_step,
     "schedulers": scheduled,
-    "EMA": averaged(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "EMA": averaged(multi_avg_fn=get_ema_multi_avg_fn(0.9)),  # type: ignore[no-untyped-call]  # torch's
     "SWA": averaged(use_buffers=True),
     "adapters": adapters,
     "validation passes": validated,
@@ -480,3 +483,198 @@ def test_a_loop_exports_what_clones_around_its_steps_say(name: str) -> None:
     assert snapshot.value(run.MICRO_BATCHES) == watch.micro_batches
     assert snapshot.value(run.SKIPPED_STEPS) == 0
     assert sum(float(s.value) for s in snapshot.find(monitor_catalog.MONITOR_ERRORS) if isinstance(s.value, (int, float))) == 0
+
+
+def ratios_of(snapshot: Snapshot, part: str) -> list[float]:
+    """Return the update ratios of a GAN's half."""
+    found = problems.layer_values(snapshot, updates.LAYER_UPDATE_RATIO)
+    return [value for (layer, _), value in sorted(found.items()) if layer.startswith(part)]
+
+
+def half_step(model: Gan, part: str, optimizer: Optimizer, step: int) -> list[float]:
+    """Let one half learn; return the naive update ratios of its layers, in the order of ``ratios_of``."""
+    noise, real = gan_parts(step)
+    optimizer.zero_grad()
+    (model.forward(noise, real) if part == "discriminator" else model.forward(noise)).backward()  # type: ignore[no-untyped-call]  # torch's
+    before = problems.weights(model)
+    optimizer.step()
+    ratios = problems.naive_ratios(model, before, problems.weights(model), ("matrix", "vector"))
+    return [value for (layer, _), value in sorted(ratios.items()) if layer.startswith(part)]
+
+
+@pytest.mark.parametrize(("every_n_steps", "often"), [(2, 1), (4, 1), (5, 3), (4, 2), (10, 5)])
+def test_each_of_two_optimizers_in_turn_is_sampled_whatever_the_cadence(every_n_steps: int, often: int) -> None:
+    """wandb/wandb #1639: a generator whose gradients are missing. It steps at every ``often``-th step of the discriminator.
+
+    Each is measured at the step that is sampled, or at its next one; its layers show that until its next sample, and the learning
+    rates of both stand at all times.
+    """
+    model = Gan()
+    parts: dict[str, Optimizer] = {
+        "discriminator": SGD(model.discriminator.parameters(), lr=0.1),
+        "generator": SGD(model.generator.parameters(), lr=0.2),
+    }
+    due, shown = dict.fromkeys(parts, True), dict[str, list[float]]()
+    with capture(model, parts, every_n_steps=every_n_steps, updates="exact", kinds=("matrix", "vector")) as (monitor, sink):
+        for step in range(1, 31):
+            if step % every_n_steps == 0:
+                due = dict.fromkeys(parts, True)
+            for part in parts if step % often == 0 else ["discriminator"]:
+                ratios = half_step(model, part, parts[part], step)
+                if due[part]:
+                    due[part], shown[part] = False, ratios
+            snapshot = problems.seen(monitor, sink)
+            assert snapshot.value(run.STEP) == step
+            for part, expected in shown.items():
+                assert ratios_of(snapshot, part) == pytest.approx(expected, rel=TOLERANCE), (step, part)
+            rates = {s.labels[0]: s.value for s in snapshot.find(run.LEARNING_RATE)}
+            assert rates == ({"discriminator": 0.1, "generator": 0.2} if step >= often else {"discriminator": 0.1})
+    assert len(shown) == 2
+
+
+def test_one_iteration_of_two_optimizers_in_turn_is_one_step_without_anybody_asking() -> None:
+    """No flush between: five steps of the discriminator for one of the generator are five, whoever begins."""
+    for order in (("discriminator", "generator"), ("generator", "discriminator")):
+        model = Gan()
+        parts: dict[str, Optimizer] = {name: SGD(getattr(model, name).parameters(), lr=0.1) for name in order}
+        with capture(model, parts, every_n_steps=4) as (monitor, sink):
+            for step in range(20):
+                for part in order:
+                    if part == "discriminator" or step % 5 == 0:
+                        half_step(model, part, parts[part], step)
+            snapshot = problems.seen(monitor, sink)
+        assert snapshot.value(run.STEPS) == 20
+
+
+def test_the_pre_clip_norm_of_two_optimizers_in_turn_is_that_of_both_parts() -> None:
+    """Each part is clipped before its own step; also where one of the two parts alone is over the limit."""
+    model = Gan()
+    parts: dict[str, Optimizer] = {
+        "discriminator": SGD(model.discriminator.parameters(), lr=0.1),
+        "generator": SGD(model.generator.parameters(), lr=0.2),
+    }
+    with capture(model, parts, every_n_steps=1) as (monitor, sink):
+        for step in range(4):
+            norms = []
+            for part, optimizer in parts.items():
+                noise, real = gan_parts(step)
+                optimizer.zero_grad()
+                (model(noise, real) if part == "discriminator" else model(noise)).backward()
+                limit = 1e-3 if part == "discriminator" else 1e3
+                norms.append(monitor.clip_grad_norm_(limit, parameters=getattr(model, part).parameters()).item())
+                optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(gradients.GRAD_NORM, stage="pre_clip") == pytest.approx(
+        (norms[0] ** 2 + norms[1] ** 2) ** 0.5, rel=TOLERANCE
+    )
+    assert snapshot.value(gradients.CLIPPED_STEPS) == 4
+
+
+def test_an_optimizer_that_steps_no_more_is_forgotten_but_for_its_learning_rate() -> None:
+    """A generator that is only used: what its last step showed is not shown for ever. Nor is it waited for."""
+    model = Gan()
+    parts: dict[str, Optimizer] = {
+        "discriminator": SGD(model.discriminator.parameters(), lr=0.1),
+        "generator": SGD(model.generator.parameters(), lr=0.2),
+    }
+    with capture(model, parts, every_n_steps=1) as (monitor, sink):
+        for part, optimizer in parts.items():
+            half_step(model, part, optimizer, 0)
+        for step in range(1, RECENT + 2):
+            half_step(model, "discriminator", parts["discriminator"], step)
+            if step == RECENT:
+                assert ratios_of(problems.seen(monitor, sink), "generator")
+        snapshot = problems.seen(monitor, sink)
+        assert not ratios_of(snapshot, "generator")
+        assert ratios_of(snapshot, "discriminator")
+        assert {s.value for s in snapshot.find(run.LEARNING_RATE)} == {0.1, 0.2}
+        assert snapshot.value(run.STEPS) == RECENT + 2
+
+
+def test_losses_and_waits_of_an_iteration_go_with_its_step() -> None:
+    """What the loop tells between the steps of two optimizers belongs to the step of both, and the next wait to the next."""
+    model = Gan()
+    discriminate, generate = SGD(model.discriminator.parameters(), lr=0.1), SGD(model.generator.parameters(), lr=0.1)
+    with capture(model, [discriminate, generate], every_n_steps=10) as (monitor, sink):
+        for step in range(3):
+            monitor.waited(1.0)
+            noise, real = gan_parts(step)
+            for optimizer, inputs, told in ((discriminate, (noise, real), 1.0), (generate, (noise,), 3.0)):
+                optimizer.zero_grad()
+                model(*inputs).backward()
+                optimizer.step()
+                monitor.observe(loss=told + step)
+        monitor.waited(1.0)
+        monitor._worker.flush(10)  # what is closed by itself
+        snapshot = sink.last
+        assert snapshot is not None
+        assert snapshot.value(run.STEPS) == 3
+        assert snapshot.value(loss_catalog.LOSS) == 4.0
+        assert snapshot.value(throughput.DATA_WAIT_SECONDS) == 3.0
+
+
+def test_hundreds_of_optimizers_inside_backward_are_one_step_and_cheap() -> None:
+    """One a parameter: each has its series, and a step that is not sampled costs a fraction of a millisecond an optimizer."""
+    count = 300
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(count)])
+    optimizers = {f"o{i}": SGD([p], lr=1e-3) for i, p in enumerate(model.parameters())}
+    for p, optimizer in zip(model.parameters(), optimizers.values(), strict=True):
+
+        def hook(_: torch.Tensor, optimizer: Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
+    with capture(model, optimizers, every_n_steps=1000) as (monitor, sink):
+        for step in range(10):
+            (model(torch.ones(2, 4)) + step).square().sum().backward()
+            if not step:
+                first = problems.seen(monitor, sink)
+                before, began = sum(monitor._guard.seconds[part] for part in OWN), time.process_time()
+        spent = sum(monitor._guard.seconds[part] for part in OWN) - before
+        whole = time.process_time() - began
+        snapshot = problems.seen(monitor, sink)
+    assert len(first.find(updates.LAYER_UPDATE_RATIO)) == count
+    assert snapshot.value(run.STEPS) == 10
+    assert snapshot.value(run.MICRO_BATCHES) == 10
+    assert len(snapshot.find(run.LEARNING_RATE)) == count
+    assert spent / (9 * count) < 2e-4
+    assert spent < whole
+
+
+OWN = ("loop", "gradients", "updates", "activations", "readout")
+
+
+class Counting:
+    """A compiler's backend that counts the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """Take a graph as it is."""
+        del inputs
+        self.graphs += 1
+        return graph.forward
+
+
+def call_step(optimizer: Optimizer) -> None:
+    """Step, within a function that is compiled."""
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["step", "function around it"])
+def test_a_compiled_step_has_as_many_graphs_as_without_a_monitor(how: str) -> None:
+    """The hooks run outside of the graph: traced, they would be a graph or more of their own and one for each step."""
+    graphs = []
+    for monitored in (False, True):
+        torch.compiler.reset()
+        model, backend = Mlp(hidden=16), Counting()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with Watch(monitored=monitored, every_n_steps=2) as watch:
+            watch.attach(model, optimizer)
+            called = optimizer.step if how == "step" else partial(call_step, optimizer)
+            simple(watch, optimizer, torch.compile(called, backend=backend))
+            assert monitored is False or watch.seen().value(run.STEPS) == STEPS
+        graphs.append(backend.graphs)
+    assert graphs == [1, 1]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from otel_train.config import KINDS
 from otel_train.monitor import Monitor
@@ -42,7 +43,7 @@ class Watch:
         self.steps = self.skipped = self.micro_batches = 0
         self._stack = ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
