@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from otel_train.catalog import gradients, run, updates
+from otel_train.catalog import monitor as monitor_catalog
 from otel_train.config import KINDS
 from otel_train.monitor import Monitor
 from otel_train.sinks.memory import MemorySink
@@ -19,6 +22,8 @@ from otel_train.testing import capture
 from tests import problems
 
 Tensors = dict[str, torch.Tensor]
+STEPS = 6
+TOLERANCE = 1e-5
 
 
 class Watch:
@@ -95,3 +100,50 @@ class Watch:
         assert self.monitor is not None
         assert self.sink is not None
         return problems.seen(self.monitor, self.sink)
+
+
+Loop = Callable[[Watch], None]
+"""Attaches, trains, and says how many steps and micro-batches that was."""
+
+
+def trained(loop: Loop, *, monitored: bool) -> tuple[list[float], Tensors]:
+    """Train, and return losses and weights."""
+    torch.manual_seed(0)
+    with Watch(monitored=monitored) as watch:
+        loop(watch)
+        return watch.losses, {n: p.detach().clone() for n, p in watch.model.named_parameters()}
+
+
+def check_untouched(loop: Loop) -> None:
+    """Losses and final weights are bit for bit those of the same loop without a monitor."""
+    (bare_losses, bare), (losses, weights) = trained(loop, monitored=False), trained(loop, monitored=True)
+    assert len(set(bare_losses)) > STEPS - 1
+    assert losses == bare_losses
+    assert all(torch.equal(weights[n], bare[n]) for n in bare)
+
+
+def check_values(loop: Loop) -> Snapshot:
+    """Norms, update ratios and changed shares of each layer's last step, and counts, are what the loop's own clones say."""
+    with Watch(monitored=True) as watch:
+        loop(watch)
+        snapshot = watch.seen()
+    layers = problems.by_layer(watch.model, watch.gradients)
+    assert layers
+    norms = {key: g.norm().item() for key, g in layers.items()}
+    assert problems.layer_values(snapshot, gradients.LAYER_GRAD_NORM) == pytest.approx(norms, rel=TOLERANCE)
+    whole = problems.everything(watch.gradients).norm().item()
+    assert snapshot.value(gradients.GRAD_NORM, stage="post_clip") == pytest.approx(whole, rel=TOLERANCE)
+    ratios = problems.naive_ratios(watch.model, watch.before, watch.after, KINDS)
+    assert problems.layer_values(snapshot, updates.LAYER_UPDATE_RATIO) == pytest.approx(ratios, rel=TOLERANCE)
+    late = problems.by_layer(watch.model, watch.after)
+    changed = {
+        key: (early != late[key]).double().mean().item() for key, early in problems.by_layer(watch.model, watch.before).items()
+    }
+    assert problems.layer_values(snapshot, updates.LAYER_CHANGED_RATIO) == pytest.approx(changed, rel=TOLERANCE)
+    ratio = problems.ratio(problems.everything(watch.before), problems.everything(watch.after))
+    assert snapshot.value(updates.UPDATE_RATIO) == pytest.approx(ratio, rel=TOLERANCE)
+    assert snapshot.value(run.STEPS) == snapshot.value(run.STEP) == snapshot.value(run.SAMPLED_STEP) == watch.steps
+    assert snapshot.value(run.MICRO_BATCHES) == watch.micro_batches
+    assert snapshot.value(run.SKIPPED_STEPS) == watch.skipped
+    assert sum(float(s.value) for s in snapshot.find(monitor_catalog.MONITOR_ERRORS) if isinstance(s.value, (int, float))) == 0
+    return snapshot
