@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from otel_train.catalog import gradients, run, throughput, updates
+from otel_train.catalog import activations, gradients, run, throughput, updates
 from otel_train.catalog import loss as loss_catalog
 from otel_train.hooks.cadence import RECENT
-from otel_train.snapshot import Snapshot
+from otel_train.snapshot import HistogramValue, Snapshot
 from otel_train.testing import capture
 from tests import problems
 from tests.hooks.watch import STEPS, TOLERANCE, Watch, check_untouched, check_values
@@ -84,7 +84,10 @@ def zero_grad_before_observe(watch: Watch) -> None:
 
 
 def accumulation(watch: Watch) -> None:
-    """Three micro-batches a step, each observed."""
+    """Three micro-batches a step, each observed: gradients are those accumulated, steps are not micro-batches.
+
+    wandb/wandb #10100 and #2258, Lightning #5405 and #20346.
+    """
     model = Mlp(hidden=16)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     watch.attach(model, optimizer)
@@ -268,7 +271,7 @@ def compiled_step(watch: Watch) -> None:
 
 
 def scheduled(watch: Watch) -> None:
-    """Two schedulers, each of which wraps ``optimizer.step``."""
+    """Two schedulers, each of which wraps ``optimizer.step`` (research P12)."""
     model = Mlp(hidden=16)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
@@ -350,7 +353,7 @@ def validated(watch: Watch) -> None:
 
 
 def thawed(watch: Watch) -> None:
-    """A layer is frozen at first and thawed in the middle, another is frozen then."""
+    """A layer is frozen at first and thawed in the middle, another is frozen then (wandb/wandb #2625)."""
     model = Mlp(hidden=16)
     model.first.requires_grad_(requires_grad=False)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -459,19 +462,22 @@ def ratios_of(snapshot: Snapshot, part: str) -> list[float]:
     return [value for (layer, _), value in sorted(found.items()) if layer.startswith(part)]
 
 
-def half_step(model: Gan, part: str, optimizer: Optimizer, step: int) -> list[float]:
+def half_step(model: Gan, part: str, optimizer: Optimizer, step: int, *, through_root: bool = False) -> list[float]:
     """Let one half learn; return the naive update ratios of its layers, in the order of ``ratios_of``."""
-    noise, real = gan_parts(step)
+    call, inputs = model if through_root else model.forward, gan_parts(step)
     optimizer.zero_grad()
-    (model.forward(noise, real) if part == "discriminator" else model.forward(noise)).backward()  # type: ignore[no-untyped-call]  # torch's
+    call(*(inputs if part == "discriminator" else inputs[:1])).backward()
     before = problems.weights(model)
     optimizer.step()
     ratios = problems.naive_ratios(model, before, problems.weights(model), ("matrix", "vector"))
     return [value for (layer, _), value in sorted(ratios.items()) if layer.startswith(part)]
 
 
+@pytest.mark.parametrize("through_root", [False, True])
 @pytest.mark.parametrize(("every_n_steps", "often"), [(2, 1), (4, 1), (5, 3), (4, 2), (10, 5)])
-def test_each_of_two_optimizers_in_turn_is_sampled_whatever_the_cadence(every_n_steps: int, often: int) -> None:
+def test_each_of_two_optimizers_in_turn_is_sampled_whatever_the_cadence(
+    every_n_steps: int, often: int, *, through_root: bool
+) -> None:
     """wandb/wandb #1639: a generator whose gradients are missing. It steps at every ``often``-th step of the discriminator.
 
     Each is measured at the step that is sampled, or at its next one; its layers show that until its next sample, and the learning
@@ -488,7 +494,7 @@ def test_each_of_two_optimizers_in_turn_is_sampled_whatever_the_cadence(every_n_
             if step % every_n_steps == 0:
                 due = dict.fromkeys(parts, True)
             for part in parts if step % often == 0 else ["discriminator"]:
-                ratios = half_step(model, part, parts[part], step)
+                ratios = half_step(model, part, parts[part], step, through_root=through_root)
                 if due[part]:
                     due[part], shown[part] = False, ratios
             snapshot = problems.seen(monitor, sink)
@@ -500,7 +506,8 @@ def test_each_of_two_optimizers_in_turn_is_sampled_whatever_the_cadence(every_n_
     assert len(shown) == 2
 
 
-def test_one_iteration_of_two_optimizers_in_turn_is_one_step_without_anybody_asking() -> None:
+@pytest.mark.parametrize("through_root", [False, True])
+def test_one_iteration_of_two_optimizers_in_turn_is_one_step_without_anybody_asking(*, through_root: bool) -> None:
     """No flush between: five steps of the discriminator for one of the generator are five, whoever begins."""
     for order in (("discriminator", "generator"), ("generator", "discriminator")):
         model = Gan()
@@ -509,9 +516,11 @@ def test_one_iteration_of_two_optimizers_in_turn_is_one_step_without_anybody_ask
             for step in range(20):
                 for part in order:
                     if part == "discriminator" or step % 5 == 0:
-                        half_step(model, part, parts[part], step)
+                        half_step(model, part, parts[part], step, through_root=through_root)
             snapshot = problems.seen(monitor, sink)
         assert snapshot.value(run.STEPS) == 20
+        assert snapshot.value(run.SAMPLED_STEP) == 20
+        assert snapshot.value(run.MICRO_BATCHES) == (24 if through_root else 0)
 
 
 def test_the_pre_clip_norm_of_two_optimizers_in_turn_is_that_of_both_parts() -> None:
@@ -646,3 +655,112 @@ def test_a_compiled_step_has_as_many_graphs_as_without_a_monitor(how: str) -> No
             assert monitored is False or watch.seen().value(run.STEPS) == STEPS
         graphs.append(backend.graphs)
     assert graphs == [1, 1]
+
+
+def test_accumulation_counts_tokens_by_micro_batch_and_time_by_step() -> None:
+    """Lightning #19461, torchtitan PR #4298: four micro-batches a step; the first step has no duration, and the others sum to the time."""
+    model = Mlp(hidden=16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    ends = []
+    with capture(model, optimizer, every_n_steps=2) as (monitor, sink):
+        for step in range(5):
+            for micro in range(4):
+                loss = problems.vector_loss(model, 4 * step + micro) / 4
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's
+                if micro == 3:
+                    optimizer.step()
+                    ends.append(time.perf_counter())
+                    optimizer.zero_grad()
+                monitor.observe(loss=loss * 4, tokens=10 * (micro + 1), samples=2)
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(run.STEPS) == 5
+    assert snapshot.value(run.MICRO_BATCHES) == 20
+    assert snapshot.value(throughput.TOKENS) == 500
+    assert snapshot.value(throughput.SAMPLES) == 40
+    (durations,) = snapshot.find(throughput.STEP_DURATION)
+    assert isinstance(durations.value, HistogramValue)
+    assert sum(durations.value.counts) == 4
+    assert durations.value.total == pytest.approx(ends[-1] - ends[0], abs=0.05)
+
+
+@pytest.mark.parametrize("stepped", [1, 2, 8])
+def test_a_schedule_that_is_stepped_too_often_shows_in_the_expected_ratio(stepped: int) -> None:
+    """huggingface/accelerate #2926 and #662, transformers #26827: stepped once a process, so a warmup ends too early.
+
+    A rate that reaches 0 is exported as 0.
+    """
+    model = Mlp(hidden=16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, min((step + 1) / 16, 2 - (step + 1) / 16)))
+    found = []
+    with capture(model, optimizer, every_n_steps=1, warmup_steps=16) as (monitor, sink):
+        for step in range(5):
+            problems.vector_loss(model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            for _ in range(stepped):
+                scheduler.step()
+            snapshot = problems.seen(monitor, sink)
+            assert snapshot.value(run.LEARNING_RATE) == rate
+            found.append(snapshot.value(run.LEARNING_RATE_EXPECTED_RATIO))
+    assert found[0] == pytest.approx(1.0)
+    assert found[1] == pytest.approx((1 + stepped) / 2)
+    assert (rate == 0.0) == (stepped == 8)
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_schedule_that_does_not_go_on_after_a_resume_shows_at_the_first_step(*, restored: bool) -> None:
+    """Lightning #4655, ParlAI PR #1812, diffusers PR #8312, llm-foundry #194: it lags, jumps, or begins anew."""
+    model = Mlp(hidden=16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+    if restored:
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 4, "_step_count": 5})
+        optimizer.param_groups[0]["lr"] = 0.1 * 5 / 8
+    with capture(model, optimizer, every_n_steps=10, warmup_steps=8) as (monitor, sink):
+        monitor.load_state_dict({"step": 4, "tokens_seen": 0})
+        problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(run.STEP) == 5
+    assert snapshot.value(run.LEARNING_RATE_EXPECTED_RATIO) == pytest.approx(1.0 if restored else 1 / 5)
+
+
+def test_only_training_forwards_within_the_loop_count_in_activation_statistics() -> None:
+    """Validation between the steps sees vectors a thousand times as large; what is exported is the training's."""
+    model = Mlp(hidden=16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    kept: list[torch.Tensor] = []
+    model.act.register_forward_hook(lambda module, _, output: kept.append(output.detach().double()) if module.training else None)
+    with capture(model, optimizer, every_n_steps=1, activations=("act",)) as (monitor, sink):
+        for step in range(3):
+            optimizer.zero_grad()
+            kept.clear()
+            problems.vector_loss(model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+            model.eval()
+            model(problems.vector_batch(99)[0] * 1000)
+            model.train()
+            optimizer.step()
+            snapshot = problems.seen(monitor, sink)
+    assert len(kept) == 1
+    expected = kept[0].mean().item()
+    assert snapshot.value(activations.LAYER_ACTIVATION_MEAN, layer="act", site="post") == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_activations_of_a_step_of_two_optimizers_are_those_of_its_own_forwards() -> None:
+    """A sampled step's, whichever of the optimizers it was for, and none of the steps between that might have been sampled."""
+    model = Gan()
+    parts: dict[str, Optimizer] = {name: SGD(getattr(model, name).parameters(), lr=0.1) for name in ("discriminator", "generator")}
+    kept: list[torch.Tensor] = []
+    model.discriminator[1].register_forward_hook(lambda *args: kept.append(args[2].detach().double()))
+    with capture(model, parts, every_n_steps=4, activations=("discriminator.1",)) as (monitor, sink):
+        for step in range(1, 9):
+            kept.clear()
+            for part, optimizer in parts.items():
+                if part == "discriminator" or step % 2 == 0:
+                    half_step(model, part, optimizer, step, through_root=True)
+            if step == 8:
+                expected = torch.cat([values[:32].reshape(-1) for values in kept]).mean().item()
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(run.SAMPLED_STEP) == 8
+    assert snapshot.value(activations.LAYER_ACTIVATION_MEAN, site="post") == pytest.approx(expected, rel=TOLERANCE)

@@ -43,7 +43,10 @@ def autocast(dtype: torch.dtype) -> Loop:
 
 
 def scaled(*, fused: bool, unscaled_first: bool, skips: tuple[bool, ...] = (False,) * STEPS) -> Loop:
-    """fp16 autocast under a GradScaler, two micro-batches a step; some steps meet an Inf."""
+    """fp16 autocast under a GradScaler, two micro-batches a step; some steps meet an Inf (research P8, P9).
+
+    wandb/wandb #9092 and #4369, Lightning #9205, #4151 and #11407: scaled gradients were logged.
+    """
 
     def loop(watch: Watch) -> None:
         model = Mlp(hidden=16)
@@ -151,7 +154,10 @@ def before_step(monitor: Any, scaler: torch.amp.GradScaler, optimizer: Optimizer
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("order", [after_update, before_update, before_step])
 def test_a_skipped_step_is_not_blamed_on_another(order: Callable[..., None], *, fused: bool) -> None:
-    """Wherever the scale is observed, steps that happened count and show their ratio, and skipped ones neither."""
+    """Wherever the scale is observed, steps that happened count and show their ratio, and skipped ones neither.
+
+    pytorch/pytorch #67590: a GradScaler gives no signal of its own.
+    """
     model = Mlp(hidden=16)
     optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
