@@ -167,6 +167,7 @@ class Assembler:
         record = replace(record, tokens=told.tokens, samples=told.samples)
         self._last = record
         self._counts[run.SKIPPED_STEPS if record.skipped else run.STEPS] += 1
+        self._counts[run.SKIPPED_STEPS] += record.also_skipped
         self.step += not record.skipped
         self._counts[run.MICRO_BATCHES] += record.micro_batches
         self._counts[gradients.CLIPPED_STEPS] += record.clipped and not record.skipped
@@ -175,14 +176,14 @@ class Assembler:
         self._loss_scale = record.loss_scale if record.loss_scale is not None else self._loss_scale
         self._add_tokens(record)
         self._add_loss(told.mean_loss())
-        for group in record.groups:
+        for group in (g for g in record.groups if g.current):
             self._peaks[group.optimizer, group.param_group].add(group.learning_rate, group.peak_learning_rate)
         if record.duration is not None:
             self._add_duration(record.duration, record.tokens)
         if record.grad_norm is not None and not record.skipped:
             self._look_for_spike(record.grad_norm)
         if record.sample is not None:
-            own = replace(record.sample, run=run_sums(record.sample.parameters))
+            own = replace(record.sample, run=run_sums(record.sample.shown.parameters))
             local = record.sample if self._facts.layers_on == "all" else None
             self.add_sample(RankSample(self.step, record.grad_norm, own, local))
 
@@ -219,7 +220,7 @@ class Assembler:
         """Take what a sampled step measured, after the ranks have met where there are several."""
         sample = taken.own
         self._sampled_step = taken.step
-        self._monitored = sum(reading.sums.elements for reading in sample.parameters)
+        self._monitored = sum(reading.sums.elements for reading in sample.shown.parameters)
         if taken.grad_norm is None and sample.run is not None:
             self._look_for_spike(root(sample.run.gradient_squared))
         for reading in sample.parameters:
@@ -232,10 +233,10 @@ class Assembler:
             self._nonfinite["activation"] += int(site.nonfinite)
             self._layer_nonfinite[site.layer, site.depth, "activation"] += int(site.nonfinite)
         of_run = run_samples_of(sample.run, taken.grad_norm) if sample.run is not None and self._facts.leads_run else ()
-        of_shards = local_samples_of(taken.local) if taken.local is not None else ()
+        of_shards = local_samples_of(taken.local.shown) if taken.local is not None else ()
         if taken.local_weight_squared is not None:
             of_shards = (Sample(parameters.LOCAL_PARAM_NORM, (), root(taken.local_weight_squared)), *of_shards)
-        self._sampled = (*of_run, *samples_of(sample), *of_shards, *self._histogram_samples())
+        self._sampled = (*of_run, *samples_of(sample.shown), *of_shards, *self._histogram_samples())
 
     def _add_nonfinite(self, reading: ParameterReading) -> None:
         for source, count in (

@@ -147,7 +147,7 @@ class Combined:
         """Return what this rank exports."""
         rows = self._rows.tolist()
         run = self._run(rows) if self.complete else None
-        return LayerSample(tuple(self._readings(rows, labels)), tuple(self._activations(depths)), run)
+        return LayerSample(tuple(self._readings(rows, labels)), tuple(self._activations(depths)), run=run)
 
     def _readings(self, rows: Sequence[Sequence[float]], labels: Labels) -> Iterator[ParameterReading]:
         for name, row in self._layout.rows.items():
@@ -231,7 +231,7 @@ def whole_rows(layout: Layout, sample: LayerSample) -> LayerSample:
     readings = tuple(_shifted(reading, layout.depth) for reading in exported)
     sites = [s for s in sample.activations if layout.sites.get(site_key(s.layer, s.site), (0, False))[1]]
     run = run_sums(sample.parameters) if layout.replicated else None
-    return LayerSample(readings, tuple(replace(site, depth=site.depth + layout.depth) for site in sites), run)
+    return LayerSample(readings, tuple(replace(site, depth=site.depth + layout.depth) for site in sites), run=run)
 
 
 def _exports_alone(row: Row | None, reading: ParameterReading) -> bool:

@@ -96,7 +96,8 @@ class Exchange:
             step: The global step.
         """
         with self._changed:
-            self._items.append(_Waiting(record.attempt, step, record.grad_norm, record.sample))
+            sample = record.sample.merged if record.sample is not None else None
+            self._items.append(_Waiting(record.attempt, step, record.grad_norm, sample))
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
