@@ -77,6 +77,27 @@ class ActivationReading:
     dead_units: float | None
     """Units never positive; None where the activation cuts nothing off, or too few rows were seen."""
     units: int
+    module: str = ""
+    """Path of the activation module; several can join one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutGradient:
+    """A parameter that requires a gradient and had none when it was to be stepped."""
+
+    name: str
+    layer: Layer | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCoverage:
+    """What a sampled step of one optimizer read of the parameters that go with it."""
+
+    optimizer: str
+    elements: int
+    """Of the gradients that were read."""
+    without: tuple[WithoutGradient, ...]
+    """In the order of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +106,8 @@ class LayerSample:
 
     parameters: tuple[ParameterReading, ...]
     activations: tuple[ActivationReading, ...]
+    coverage: tuple[GradientCoverage, ...] = ()
+    """One for each optimizer that stepped: others, of a GAN say, were not looked at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from otel_train.assembly.coverage import CoverageWatch
 from otel_train.assembly.layer import gradient_norm, samples_of
 from otel_train.assembly.schedule import SchedulePeak
 from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, run, throughput
@@ -125,7 +126,7 @@ class Assembler:
         self._layer_nonfinite: Counter[tuple[str, int, str]] = Counter()
         self._magnitudes: dict[Layer, _Histogram] = {}
         self._coverage = Coverage(0, 0, (), ())
-        self._monitored = 0
+        self._watch = CoverageWatch()
         self._peaks: defaultdict[tuple[str, str], SchedulePeak] = defaultdict(SchedulePeak)
 
     def restore(self, step: int, tokens_seen: int) -> None:
@@ -135,6 +136,7 @@ class Assembler:
     def cover(self, coverage: Coverage) -> None:
         """Take what is monitored from now on, and start its counters at 0."""
         self._coverage = coverage
+        self._watch.renew()
         for layer in coverage.layers:
             for source in ("gradient", "parameter"):
                 self._layer_nonfinite[layer.name, layer.depth, source] += 0
@@ -204,7 +206,7 @@ class Assembler:
 
     def _add_sample(self, sample: LayerSample, grad_norm: float | None) -> None:
         self._sampled_step = self.step
-        self._monitored = sum(reading.sums.elements for reading in sample.parameters)
+        self._watch.add(sample)
         for reading in sample.parameters:
             self._add_nonfinite(reading)
             if reading.histogram is not None and reading.sums.magnitudes is not None:
@@ -340,8 +342,7 @@ class Assembler:
             yield Sample(monitor.MONITOR_SECONDS, (part,), live.monitor_seconds.get(part, 0.0))
         for part in self._facts.parts:
             yield Sample(monitor.MONITOR_ERRORS, (part,), live.monitor_errors.get(part, 0))
-        if self._sampled_step is not None:
-            yield Sample(monitor.MONITORED_PARAMETERS, (), self._monitored)
+        yield from self._watch.samples()
         yield Sample(monitor.TRAINABLE_PARAMETERS, (), self._coverage.trainable_parameters)
         yield Sample(monitor.EVERY_N_STEPS, (), self._facts.every_n_steps)
         yield Sample(monitor.DROPPED_SERIES, (), self._coverage.dropped_layers * _LAYER_GAUGES)

@@ -10,7 +10,7 @@ import torch
 from otel_train.guard import Guard
 from otel_train.hooks.shape_group import ShapeGroup
 from otel_train.layers import MonitoredParameter
-from otel_train.records import ParameterReading
+from otel_train.records import ParameterReading, WithoutGradient
 from otel_train.sampling import Sampler, plan
 
 Decode = Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
@@ -29,8 +29,10 @@ class ParameterMeter:
         self._parameters, self._updates, self._guard = list(parameters), updates, guard
         self._samplers: dict[torch.device, Sampler] = {}
         self._groups: list[ShapeGroup] = []
-        self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
+        self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] | None = None
         self._complete = False
+        self.without: tuple[WithoutGradient, ...] = ()
+        """Parameters that had no gradient when the step began."""
 
     @torch.no_grad()
     def begin(self, scale: torch.Tensor | None) -> None:
@@ -93,6 +95,7 @@ class ParameterMeter:
         signature = tuple((id(p.tensor), p.tensor.dtype, p.tensor.device, p.tensor.shape) for p in present)
         if signature == self._grouped:
             return
+        self.without = tuple(WithoutGradient(p.name, p.layer) for p in self._parameters if p.tensor.grad is None)
         by_shape: defaultdict[tuple[object, ...], list[MonitoredParameter]] = defaultdict(list)
         for parameter in present:
             t = parameter.tensor

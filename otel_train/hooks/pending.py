@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 from otel_train.readout import Reading, read_out
-from otel_train.records import ActivationReading, GroupSettings, LayerSample, MicroBatches, ParameterReading, StepRecord
+from otel_train.records import (
+    ActivationReading,
+    GradientCoverage,
+    GroupSettings,
+    LayerSample,
+    MicroBatches,
+    ParameterReading,
+    StepRecord,
+    WithoutGradient,
+)
 
 GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
 """The numbers of GroupSettings, in the order of its fields."""
@@ -72,13 +81,18 @@ class PendingSample:
     """Tensors of the reading that belong to parameters; the rest belongs to activations."""
     decode_parameters: Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
     decode_activations: Callable[[Sequence[Sequence[float]]], list[ActivationReading]]
+    optimizer: str | None = None
+    """Whose step it was; None without an optimizer."""
+    without: tuple[WithoutGradient, ...] = ()
 
     def resolve(self) -> LayerSample:
         """Wait for the numbers and decode them; for the monitor's own thread."""
         numbers = self.reading.values()
-        return LayerSample(
-            tuple(self.decode_parameters(numbers[: self.split])), tuple(self.decode_activations(numbers[self.split :]))
-        )
+        parameters = tuple(self.decode_parameters(numbers[: self.split]))
+        coverage: tuple[GradientCoverage, ...] = ()
+        if self.optimizer is not None:
+            coverage = (GradientCoverage(self.optimizer, sum(r.sums.elements for r in parameters), self.without),)
+        return LayerSample(parameters, tuple(self.decode_activations(numbers[self.split :])), coverage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +170,7 @@ class Step:
         return LayerSample(
             tuple(reading for part in parts for reading in part.parameters),
             tuple(reading for part in parts for reading in part.activations),
+            tuple(covered for part in parts for covered in part.coverage),
         )
 
 

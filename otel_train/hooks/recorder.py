@@ -21,7 +21,7 @@ from otel_train.hooks.optimizer import group_facts, named_groups
 from otel_train.hooks.parameters import ParameterMeter
 from otel_train.hooks.pending import PendingMicroBatches, PendingSample, Step
 from otel_train.readout import read_out
-from otel_train.records import ActivationReading, ParameterReading
+from otel_train.records import ActivationReading, ParameterReading, WithoutGradient
 
 _LONG_STEP = 16
 """Micro-batches without a step after which what they told is handed over: a step may never come, as under a GradScaler that meets
@@ -145,22 +145,28 @@ class Recorder:
         if self._step.sampled and meter is not None:
             if self._closure_calls > 1:
                 meter.reread_gradients(_grad_scale(optimizer))
-            self._ask(meter.end())
+            self._ask(meter.end(), self._labels[id(optimizer)], meter.without)
         with self._guard.part("loop"):
             self._step.stepped.add(id(optimizer))
             self._end_step()
             # said here too: a compiled forward does not close the step, and looks at the flag alone
             self._gate.sample = (self._closed + 2) % self._every == 0
 
-    def _ask(self, measured: tuple[list[torch.Tensor], Callable[..., list[ParameterReading]]] | None) -> None:
+    def _ask(
+        self,
+        measured: tuple[list[torch.Tensor], Callable[..., list[ParameterReading]]] | None,
+        optimizer: str | None = None,
+        without: tuple[WithoutGradient, ...] = (),
+    ) -> None:
         with self._guard.part("readout"):
             tensors, decode = measured or ([], _nothing)
             seen: list[torch.Tensor] = []
             decode_seen: Callable[..., list[ActivationReading]] = _nothing
             if self.activations is not None and not self._step.samples:
                 seen, decode_seen = self.activations.take()
-            if tensors or seen:
-                self._step.samples.append(PendingSample(read_out(tensors + seen), len(tensors), decode, decode_seen))
+            if tensors or seen or optimizer is not None:  # that nothing could be read is news too
+                reading = read_out(tensors + seen)
+                self._step.samples.append(PendingSample(reading, len(tensors), decode, decode_seen, optimizer, without))
 
     def _end_step(self) -> None:
         end = time.perf_counter()

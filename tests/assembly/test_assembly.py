@@ -14,6 +14,7 @@ from otel_train.records import (
     MAGNITUDE_EXPONENTS,
     ActivationReading,
     Coverage,
+    GradientCoverage,
     GroupSettings,
     Layer,
     LayerSample,
@@ -51,7 +52,8 @@ def assemble(*records: StepRecord, live: LiveState | None = None, **facts: Any) 
 
 def sampled(*readings: ParameterReading, activations: tuple[ActivationReading, ...] = ()) -> StepRecord:
     """Return a step that was sampled."""
-    return replace(STEP, sample=LayerSample(readings, activations))
+    covered = GradientCoverage("AdamW", sum(r.sums.elements for r in readings), ())
+    return replace(STEP, sample=LayerSample(readings, activations, (covered,)))
 
 
 def test_a_step_counts_what_it_brought() -> None:
