@@ -24,6 +24,7 @@ from typing_extensions import Self  # torch depends on it
 from otel_train import config as configuration
 from otel_train._version import __version__
 from otel_train.assembly import Assembler, LiveState, RunFacts
+from otel_train.assembly.state import RunState, read_state
 from otel_train.config import MonitorConfig, Rank
 from otel_train.device import device_memory, device_name
 from otel_train.errors import ConfigError
@@ -315,26 +316,30 @@ class Monitor:
         self._phase_began, self._live.phase = now, name
         self._worker.wake()
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint should carry: the global step and the tokens seen."""
-        if self._disabled:
-            return {"step": 0, "tokens_seen": 0}
-        self.flush()
-        return {"step": self._assembler.step, "tokens_seen": self._assembler.tokens_seen}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should carry, in plain numbers, strings and lists.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        Global step, tokens seen by this rank, and what the detectors compare with: the last 128 losses and gradient norms, the
+        smoothed loss, the peak of each parameter group's schedule. The state of any rank will do for all.
+        """
+        if self._disabled:
+            return RunState(0, 0).plain()
+        self.flush()
+        return self._assembler.state().plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; counters of this process still start at 0.
 
+        Every rank loads, one rank's state or its own. On another number of ranks the tokens of all together go on: each rank takes
+        over its share of the state's tokens times the ranks that there were.
+
         Raises:
-            ConfigError: The state has no ``step`` and ``tokens_seen``.
+            ConfigError: This is not what ``state_dict`` returned, now or in an earlier version.
         """
-        try:
-            step, tokens = int(state["step"]), int(state["tokens_seen"])
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"expected what Monitor.state_dict returned (step, tokens_seen), got {state!r}") from None
+        restored = read_state(state)
         if not self._disabled:
             self.flush()
-            self._assembler.restore(step, tokens)
+            self._assembler.restore(restored)
             self._live.resumes += 1
             self.flush()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from otel_train.assembly.coverage import CoverageWatch
 from otel_train.assembly.layer import gradient_norm, samples_of
 from otel_train.assembly.schedule import SchedulePeak
+from otel_train.assembly.state import RunState
 from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
 from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, MicroBatches, ParameterReading, StepRecord
@@ -129,9 +130,28 @@ class Assembler:
         self._watch = CoverageWatch()
         self._peaks: defaultdict[tuple[str, str], SchedulePeak] = defaultdict(SchedulePeak)
 
-    def restore(self, step: int, tokens_seen: int) -> None:
-        """Go on from a checkpoint's step and tokens."""
-        self.step, self.tokens_seen = step, tokens_seen
+    def state(self) -> RunState:
+        """Return what a checkpoint should carry."""
+        peaks = ((*labels, peak.largest) for labels, peak in list(self._peaks.items()))
+        return RunState(
+            self.step,
+            self.tokens_seen,
+            self._facts.world_size,
+            self._smooth.state,
+            self._loss_spikes.window,
+            self._norm_spikes.window,
+            tuple(row for row in peaks if math.isfinite(row[2])),
+        )
+
+    def restore(self, state: RunState) -> None:
+        """Go on from a checkpoint, of this world size or another."""
+        self.step, self.tokens_seen = state.step, state.tokens_on(self._facts.world_size)
+        self._smooth.restore(*state.smoothed_loss)
+        self._loss_spikes.restore(state.loss_window)
+        self._norm_spikes.restore(state.grad_norm_window)
+        self._peaks.clear()
+        for optimizer, group, largest in state.schedule_peaks:
+            self._peaks[optimizer, group].restore(largest)
 
     def cover(self, coverage: Coverage) -> None:
         """Take what is monitored from now on, and start its counters at 0."""

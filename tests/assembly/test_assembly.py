@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from otel_train.assembly import Assembler, LiveState, RunFacts
+from otel_train.assembly.state import RunState
 from otel_train.catalog import CATALOG, activations, gradients, loss, monitor, run, throughput, updates
 from otel_train.records import (
     MAGNITUDE_EXPONENTS,
@@ -228,7 +229,7 @@ def test_a_loss_spike_is_counted_in_its_phase() -> None:
 def test_restored_steps_move_gauges_and_not_counters() -> None:
     """rate() over a restored counter would be wrong by orders of magnitude."""
     assembler = Assembler(FACTS, lambda _: None)
-    assembler.restore(500, 10_000)
+    assembler.restore(RunState(500, 10_000))
     assembler.add(STEP)
     shot = assembler.snapshot(LiveState(resumes=1), 0.0)
     assert [shot.value(s) for s in (run.STEP, run.STEPS, run.TOKENS_SEEN, throughput.TOKENS, run.RESUMES)] == [
