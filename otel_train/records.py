@@ -91,6 +91,8 @@ class ActivationReading:
     dead_units: float | None
     """Units never positive; None where the activation cuts nothing off, or too few rows were seen."""
     units: int
+    module: str = ""
+    """Path of the activation module; several can join one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ class LayerSample:
     earlier_parameters: tuple[ParameterReading, ...] = ()
     """Of optimizers that were not measured in this step, from their last sample."""
     earlier_activations: tuple[ActivationReading, ...] = ()
+    optimizers: frozenset[int] = frozenset()
+    """Which optimizers were measured in this step."""
+    earlier_optimizers: frozenset[int] = frozenset()
     run: RunSums | None = None
     """Sums over the whole run; None: they follow from the parameters, which are all there are, or some rank's are missing."""
 
@@ -125,13 +130,15 @@ class LayerSample:
     def shown(self) -> LayerSample:
         """What gauges show: the last known of each optimizer; counters take only what is new."""
         parameters = (*self.parameters, *self.earlier_parameters)
-        return LayerSample(parameters, (*self.activations, *self.earlier_activations), run=self.run)
+        activations = (*self.activations, *self.earlier_activations)
+        return LayerSample(parameters, activations, optimizers=self.optimizers | self.earlier_optimizers, run=self.run)
 
     @property
     def merged(self) -> LayerSample:
         """The same in one, for ranks to exchange: what is not new adds nothing to counters."""
         parameters = (*self.parameters, *(reading.counted() for reading in self.earlier_parameters))
-        return LayerSample(parameters, (*self.activations, *(replace(site, nonfinite=0.0) for site in self.earlier_activations)))
+        activations = (*self.activations, *(replace(site, nonfinite=0.0) for site in self.earlier_activations))
+        return LayerSample(parameters, activations, optimizers=self.optimizers, earlier_optimizers=self.earlier_optimizers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +225,8 @@ class CoveredParameter:
     elements: int
     """Of all its shards."""
     layer: Layer | None
+    optimizer: int | None
+    """Which optimizer's sampled steps look at it."""
 
 
 @dataclass(frozen=True, slots=True)

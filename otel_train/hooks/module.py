@@ -80,7 +80,7 @@ class SiteMeter:
     """
 
     def __init__(self, site: ActivationSite, name: str, offsets: torch.Tensor) -> None:
-        self.layer, self.depth, self.name = site.layer, site.depth, name
+        self.layer, self.depth, self.name, self.module = site.layer, site.depth, name, site.name
         post = name == "post"
         self._flat_outside = site.flat if post else None
         self._rectifying = site.rectifying and post
@@ -128,7 +128,7 @@ class SiteMeter:
             dead = numbers[7] if units else None
             return ActivationReading(
                 self.layer, self.depth, self.name, count, total, squared, peak, zeros, nonfinite,
-                saturated if flat else None, dead, units,
+                saturated if flat else None, dead, units, self.module,
             )  # fmt: skip
 
         return packed, decode

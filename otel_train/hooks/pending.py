@@ -120,7 +120,14 @@ class Shown:
         }
         self._last = {key: self._last[key] for key in earlier}
         self._last.update({key: (number, readings) for key, readings in found.items()})
-        return LayerSample(_of_optimizers(found), tuple(found.get(None, ())), _of_optimizers(earlier), tuple(earlier.get(None, ())))
+        return LayerSample(
+            _of_optimizers(found),
+            tuple(found.get(None, ())),
+            _of_optimizers(earlier),
+            tuple(earlier.get(None, ())),
+            frozenset(key for key in found if key is not None),
+            frozenset(key for key in earlier if key is not None),
+        )
 
 
 def _of_optimizers(found: Mapping[int | None, list[Any]]) -> tuple[ParameterReading, ...]:

@@ -166,13 +166,13 @@ class Combined:
     def _activations(self, depths: Depths) -> Iterator[ActivationReading]:
         for key, (index, exports) in self._layout.sites.items():
             count, total, squared, zeros, bad, saturates, saturated, dead, units, lost = self._sites[index].tolist()
-            if not exports or not count:
+            if not exports:
                 continue
             layer, _, which = key.partition("\n")
             peak = math.nan if lost else float(self._peaks[index])
             yield ActivationReading(
                 layer, depths[layer] + self._layout.depth, which, count, total, squared, peak, zeros, bad,
-                saturated if saturates else None, dead if units else None, int(units),
+                saturated if saturates else None, dead if units else None, int(units), layer,
             )  # fmt: skip
 
     def _run(self, rows: Sequence[Sequence[float]]) -> RunSums | None:

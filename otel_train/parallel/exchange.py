@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -146,6 +146,8 @@ class Exchange:
             own = whole_rows(self._layout, item.sample)
         if own is None:
             return
+        if item.sample is not None:
+            own = replace(own, optimizers=item.sample.optimizers, earlier_optimizers=item.sample.earlier_optimizers)
         local = item.sample if self._everything or combined is None else None
         weights = None if item.sample is None else sum(reading.sums.weight_squared for reading in item.sample.parameters)
         self._deliver(RankSample(item.step, item.grad_norm, own, local, weights))
