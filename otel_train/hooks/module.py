@@ -70,8 +70,8 @@ class RootPreHook(_Hook):
     def _is_new(self, training: bool) -> bool:  # noqa: FBT001  # a module's state
         """Say whether a forward shows something new, and is neither recomputation nor a look at shapes.
 
-        A root that is checkpointed as a whole runs again in backward. If it is reentrant, that time is the one that counts: the first
-        is without gradients, as validation is.
+        A root that is checkpointed as a whole runs again in backward. If that is reentrant, it is the time that counts: the first
+        one is without gradients, as validation is.
         """
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # as torch.utils.checkpoint does
             return not self._had_gradients
@@ -108,8 +108,8 @@ class RootHook(_Hook):
 class SiteMeter:
     """Sums over one site: the input (``pre``) or the output (``post``) of an activation module.
 
-    Tensors of its own, nothing shared between sites: a shared one would make compiled graphs depend on its rows. Nothing but tensors
-    changes in ``add``: what Python remembered would be a guard of a compiled graph.
+    Tensors of its own, nothing shared between sites: a shared one would make compiled graphs depend on its rows. Nothing but
+    tensors changes in ``add``: what Python remembered would be a guard of a compiled graph.
     """
 
     def __init__(self, site: ActivationSite, name: str, offsets: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ class _SiteHook(_Hook):
 
 
 def _unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:
-    """Keep our operations out of what a selective checkpoint remembers: recomputation, where we do nothing, would be given their results."""
+    """Keep our operations out of what a selective checkpoint remembers: recomputation, where we are silent, would get our results."""
     modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
     return _disable_current_modes() if "_CachingTorchDispatchMode" in modes else contextlib.nullcontext()
 

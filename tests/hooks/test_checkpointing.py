@@ -241,7 +241,7 @@ def test_a_sequence_in_checkpointed_segments_counts_once() -> None:
             self.parts = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = checkpoint_sequential(self.parts, 2, x, use_reentrant=False)
+            logits: torch.Tensor = checkpoint_sequential(self.parts, 2, x, use_reentrant=False)  # type: ignore[no-untyped-call]  # torch's
             return logits
 
     model = Chain()
