@@ -192,7 +192,7 @@ class _SiteHook(_Hook):
 
 
 def _unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:
-    """Keep our operations out of what a selective checkpoint remembers: recomputation, where we are silent, would get our results."""
+    """Keep our operations out of what selective checkpoints remember: recomputation, where we are silent, would get our results."""
     modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
     return _disable_current_modes() if "_CachingTorchDispatchMode" in modes else contextlib.nullcontext()
 

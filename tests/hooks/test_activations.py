@@ -758,7 +758,7 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 def without_deterministic_version() -> set[str]:
     """Return the names of operations that torch says raise under use_deterministic_algorithms."""
-    text = (torch.use_deterministic_algorithms.__doc__ or "").rpartition("will throw a")[2]
+    text = (torch.use_deterministic_algorithms.__doc__ or "").rpartition("operations will throw")[2]
     return {name.rpartition(".")[2].rstrip("_") for name in re.findall(r":(?:func|meth|class):`~?(torch[\w.]+)", text)} - {"nn"}
 
 
