@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.hooks import RemovableHandle
 
 from otel_train.guard import Guard
+from otel_train.hooks.compiled import SilentSites
 from otel_train.layers import ActivationSite
 from otel_train.records import ActivationReading
 from otel_train.stats import activations as stats
@@ -36,7 +37,7 @@ class Gate:
         """A forward of the root module runs in training, in a step that is sampled. False in backward, so recomputation
         under activation checkpointing is not counted."""
         self.opened = False
-        """A training forward of the root module has been seen."""
+        """It has been active."""
 
 
 class _Hook:
@@ -63,9 +64,9 @@ class RootPreHook(_Hook):
             training = self._is_new(module.training) and training
             if training:
                 self._begin(module, args, kwargs)
-        if training:
-            self._gate.opened = True
         self._gate.active = training and self._gate.sample
+        if self._gate.active:
+            self._gate.opened = True
 
     def _is_new(self, training: bool) -> bool:  # noqa: FBT001  # a module's state
         """Say whether a forward shows something new, and is neither recomputation nor a look at shapes.
@@ -224,9 +225,13 @@ class ActivationMeter:
         device: Where the model's parameters are.
         gate: Opens during sampled training forwards.
         guard: Counts time and failures.
+        silent: Told which sites fired.
     """
 
-    def __init__(self, sites: Sequence[ActivationSite], device: torch.device, gate: Gate, guard: Guard) -> None:
+    def __init__(
+        self, sites: Sequence[ActivationSite], device: torch.device, gate: Gate, guard: Guard, silent: SilentSites
+    ) -> None:
+        self._gate, self._silent = gate, silent
         generator = torch.Generator(device="cpu").manual_seed(1)
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator, device="cpu").to(device, wide)
@@ -243,7 +248,12 @@ class ActivationMeter:
         taken = [meter.take() for meter in self._meters]
         self._offsets.add_(0.6180339887498949).frac_()
 
+        ran = self._gate.opened
+
         def decode(numbers: Sequence[Sequence[float]]) -> list[ActivationReading]:
-            return [make(row) for (_, make), row in zip(taken, numbers, strict=True)]
+            readings = [make(row) for (_, make), row in zip(taken, numbers, strict=True)]
+            pairs = zip(readings[::2], readings[1::2], strict=True)
+            self._silent.look([pre.count + post.count > 0 for pre, post in pairs], ran=ran)
+            return readings
 
         return [packed for packed, _ in taken], decode
