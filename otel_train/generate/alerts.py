@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from otel_train.catalog import MetricSpec, loss, run, throughput
+from otel_train.catalog import MetricSpec, loss, parameters, run, throughput
 from otel_train.catalog.updates import TOLERATED_LOG10
 from otel_train.errors import CatalogError
 from otel_train.generate import recording
@@ -13,6 +13,9 @@ from otel_train.generate.time_base import TimeBase
 
 SEVERITIES = ("critical", "warning", "info")
 """By what people must do: act now; look at it today; know it when they look at something else."""
+DIVERGED = 1e-6
+"""Relative difference of replicas' norms. Those that compute the same have none at all; one update that only some of them made is a
+thousandth of the weights, and changes their norm by the square of that at least."""
 MISSED_STEPS = 20
 """So many times the mean step without a step are too long, whatever the time base says."""
 
@@ -44,7 +47,7 @@ class Alert:
 
 
 def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
-    """Return the alerts on a time base: availability, the loss, the learning rate, layers, coverage."""
+    """Return the alerts on a time base: availability, the loss, the learning rate, layers, replicas, coverage."""
     return (
         _exporter_absent(time_base),
         _steps_stalled(time_base),
@@ -52,6 +55,7 @@ def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
         _update_ratio_low(time_base),
         _update_ratio_high(time_base),
         _layer_stalled(time_base),
+        _replicas_diverged(time_base),
         _coverage_low(time_base),
     )
 
@@ -162,6 +166,21 @@ def _layer_stalled(time_base: TimeBase) -> Alert:
         attached optimizer has it: add it to one, or freeze it with requires_grad_(False).{{ else }}It is in the parameter group
         {{ $labels.param_group }}: look at its gradient norm (0: its output does not reach the loss), at the learning rate of its
         group, and at the precision of its weights (otel_train_layer_changed_ratio).{{ end }}
+        """,
+        hold_for=time_base.patience,
+    )
+
+
+def _replicas_diverged(time_base: TimeBase) -> Alert:
+    return Alert(
+        "OtelTrainReplicasDiverged",
+        "critical",
+        _active(f"{merged('max', series(parameters.REPLICA_DIVERGENCE))} > {DIVERGED:g}"),
+        "Ranks that should hold the same weights do not.",
+        """
+        Weights of run {{ $labels.run }} that are replicas of one another differ by {{ printf "%.2g" $value }} of their norm, so its
+        data-parallel ranks train different models. Compare otel_train_local_param_norm between ranks to find the one that is off,
+        take its host out, and go on from a checkpoint of before: see since when otel_train_replica_divergence_ratio is above 0.
         """,
         hold_for=time_base.patience,
     )

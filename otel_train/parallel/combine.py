@@ -201,7 +201,8 @@ class Combined:
         spreads = []
         for high, low in self._replicas.tolist():
             most, least = math.sqrt(max(high, 0.0)), math.sqrt(max(-low, 0.0))
-            spreads.append(0.0 if most == least else (most - least) / most)
+            apart = math.inf if math.isinf(most) else (most - least) / max(most, math.ulp(0.0))
+            spreads.append(0.0 if most == least else apart)
         return max(spreads, default=None)
 
 

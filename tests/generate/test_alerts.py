@@ -112,10 +112,16 @@ def firing(
 
 
 STALLED, LOW, HIGH = "OtelTrainLayerStalled", "OtelTrainUpdateRatioLow", "OtelTrainUpdateRatioHigh"
-COVERAGE = "OtelTrainCoverageLow"
+COVERAGE, DIVERGED = "OtelTrainCoverageLow", "OtelTrainReplicasDiverged"
 NAN, STEPS, ABSENT = "OtelTrainLossNonFinite", "OtelTrainStepsStalled", "OtelTrainExporterAbsent"
 
-USUAL = [*training(), schedule(), *layers("1e-3x{n}"), *covered("1000x{n}")]
+
+def replicas(divergence: str, **labels: str) -> Series:
+    """Return by how much replicas differ."""
+    return series("otel_train_replica_divergence_ratio", divergence, **labels)
+
+
+USUAL = [*training(), schedule(), *layers("1e-3x{n}"), *covered("1000x{n}"), replicas("0x{n}")]
 """A training with which nothing is wrong."""
 FORGOTTEN = [*USUAL, layer("fc", "0x{n}", group="none")]
 GONE = "1x10 stale"
@@ -126,6 +132,8 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     # what, series, minute, alerts
     "a layer of no optimizer": (FORGOTTEN, 20, {STALLED: 1}),
     "a layer whose group has a learning rate": ([*USUAL, layer("fc", "1e-9x{n}")], 20, {STALLED: 1}),
+    "replicas that differ from some step on": ([*USUAL[:-1], replicas("0x10 1e-4x{n}")], 20, {DIVERGED: 1}),
+    "replicas of which one is not finite": ([*USUAL[:-1], replicas(" ".join(["Inf"] * MINUTES))], 10, {DIVERGED: 1}),
     "an embedding": ([*USUAL, layer("tokens", "0x{n}", kind="embedding")], 20, {STALLED: 1}),
     "nothing that moves at all, at a learning rate that always was 0": ([*training(), *layers("0x{n}")], 20, {LOW: 1}),
     "a layer that stalls later": ([*USUAL, layer("fc", "1e-3x30 0x{n}", group="none")], 50, {STALLED: 1}),
@@ -277,6 +285,8 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
         [*training(active="1x10 0x{n}")[:3], series("otel_train_last_step_timestamp_seconds", "0+60x10 600x{n}")], (30, 119),
     ),
     "one rank a little behind": ([*USUAL, series("otel_train_last_step_timestamp_seconds", "0x{n}", rank="1")], (11, 60)),
+    "replicas that round differently": ([*USUAL[:-1], replicas("1e-8x{n}")], (20, 60)),
+    "replicas of a run that has ended, and still serves its last values": ([*training(active="1x2 0x{n}"), replicas("1e-4x{n}")], (20, 60)),
     "layers that are frozen on purpose": ([*training(), *covered("1000x30 400x{n}", "1000x30 400x{n}")], (20, 31, 40, 60)),
     "layers that are frozen, while the old sample is still shown": ([*training(), *covered("1000x32 400x{n}", "1000x30 400x{n}")], (31, 33, 40, 60)),
     "a bias without a gradient": ([*training(), *covered("995x{n}")], (20, 60)),
@@ -368,6 +378,15 @@ SAYS: dict[str, tuple[str, dict[str, str], str]] = {
             "from its last checkpoint. Mark long evaluations and checkpoints with monitor.phase(…)."
         ),
     ),
+    DIVERGED: (
+        "replicas that differ from some step on",
+        {},
+        (
+            "Weights of run r that are replicas of one another differ by 0.0001 of their norm, so its data-parallel ranks train different "
+            "models. Compare otel_train_local_param_norm between ranks to find the one that is off, take its host out, and go on from a "
+            "checkpoint of before: see since when otel_train_replica_divergence_ratio is above 0."
+        ),
+    ),
     COVERAGE: (
         "a block without a gradient",
         {"source": "gradient"},
@@ -415,6 +434,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "ratios not normalised": ("(max by (job, run, param_group) (otel_train_learning_rate_schedule_ratio) >= 0.1)", "(max by (job, run, param_group) (otel_train_learning_rate_schedule_ratio >= 0.1) * 0 + 1)", "decay that makes ratios low"),
     "normalised by any share": ("schedule_ratio) >= 0.1", "schedule_ratio) >= 0", "decay to zero"),
     "ended runs": ("run:otel_train_run_active:max == 1", "run:otel_train_run_active:max >= 0", "a run that has ended, and still serves its last values"),
+    "replicas of ended runs": ("run:otel_train_run_active:max == 1", "run:otel_train_run_active:max >= 0", "replicas of a run that has ended, and still serves its last values"),
+    "any difference of replicas": ("replica_divergence_ratio) > 1e-06", "replica_divergence_ratio) > 0", "replicas that round differently"),
     "coverage of ended runs": ("run:otel_train_run_active:max == 1", "run:otel_train_run_active:max >= 0", "a blind spot of a run that has ended, and still serves its last values"),
     "coverage of each rank's own": ("sum by (job, run) (otel_train_monitored_parameters)", "avg by (job, run) (otel_train_monitored_parameters)", "replicas of which one exports the whole"),
     "any gap in the coverage": ("ratio < 0.99", "ratio < 1", "a bias without a gradient"),
