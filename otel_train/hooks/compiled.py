@@ -75,8 +75,8 @@ def _compiled_modules(model: nn.Module) -> Iterator[nn.Module]:
 def keep_out_of_graphs(function: Callable[..., Any]) -> None:
     """Let a hook of the root module, and what it calls, stay plain Python where torch would compile it by itself.
 
-    So it is around a model after ``model.compile()``. Where a compiled function calls the model, the hook is part of its graph all the
-    same. torch has this for its own use only; where it is missing, micro-batches of such models are not counted.
+    So it is around a model after ``model.compile()``. Where a compiled function calls the model, the hook is part of its graph all
+    the same. torch has this for its own use only; where it is missing, micro-batches of such models are not counted.
     """
     frames = torch._C._dynamo.eval_frame  # noqa: SLF001  # torch._dynamo itself takes a second to import
     code = getattr(function, "__code__", None)

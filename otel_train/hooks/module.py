@@ -173,8 +173,9 @@ class SiteMeter:
         self._peak = torch.zeros((), dtype=torch.float32, device=offsets.device)
         # of the window before this one and of this one
         self._positive = [offsets.new_zeros(stats.UNITS, dtype=torch.bool) for _ in range(2 * self._rectifying)]
-        self._rows = [offsets.new_zeros(()) for _ in range(2)]
-        self._units = offsets.new_zeros(())
+        # (1,) and not (): compiled graphs lose what they write into fp64 numbers on the CPU
+        self._rows = [offsets.new_zeros(1) for _ in range(2)]
+        self._units = offsets.new_zeros(1)
 
     def add(self, activation: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         """Add a call's sampled rows.
@@ -216,10 +217,10 @@ class SiteMeter:
         return packed, decode
 
     def _take_units(self) -> torch.Tensor:
-        """Return units, those of them that were positive in both windows, and rows, (3,); a full window becomes the one before."""
+        """Return units, those of them that were positive in a window, and rows, (3,); a full window becomes the one before."""
         (before, now), (rows_before, rows_now) = self._positive, self._rows
-        alive = before.logical_or(now).sum().to(self._units.dtype)
-        told = torch.stack([self._units, alive, rows_before + rows_now])
+        alive = before.logical_or(now).sum(0, keepdim=True).to(self._units.dtype)
+        told = torch.cat([self._units, alive, rows_before + rows_now])
         full = rows_now >= DEAD_ROWS
         before.copy_(torch.where(full, now, before))
         now.logical_and_(full.logical_not())
