@@ -173,7 +173,9 @@ class Attachment:
                 handle.remove()
         self._handles, self._meters, self._parameters = [], {}, []
         self.recorder.remeasure, self.recorder.activations = None, None
-        self.gate.active = self.gate.sample = False
+        self.gate.sample = False
+        self.gate.shut()
+        self.gate.rest()
         self.recorder.release()
 
 

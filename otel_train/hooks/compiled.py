@@ -1,10 +1,12 @@
-"""Hooks that come too late: a graph that was compiled before them runs without them, and torch does not say so."""
+"""Hooks and torch.compile: those that come too late for a graph, and those that are no part of one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 _LOG = logging.getLogger("otel_train")
@@ -68,3 +70,16 @@ def _compiled_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield inner
         elif getattr(module, "_compiled_call_impl", None) is not None:
             yield module
+
+
+def keep_out_of_graphs(function: Callable[..., Any]) -> None:
+    """Let a hook of the root module, and what it calls, stay plain Python where torch would compile it by itself.
+
+    So it is around a model after ``model.compile()``. Where a compiled function calls the model, the hook is part of its graph all
+    the same. torch has this for its own use only; where it is missing, micro-batches of such models are not counted.
+    """
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001  # torch._dynamo itself takes a second to import
+    code = getattr(function, "__code__", None)
+    if code is not None and hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP  # noqa: SLF001
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.hooks import RemovableHandle
 
 from otel_train.guard import Guard
-from otel_train.hooks.compiled import SilentSites
+from otel_train.hooks.compiled import SilentSites, keep_out_of_graphs
 from otel_train.layers import ActivationSite
 from otel_train.records import ActivationReading
 from otel_train.stats import activations as stats
@@ -26,7 +26,12 @@ DEAD_ROWS = 512
 
 
 class Gate:
-    """What activation hooks look at, in and out of compiled graphs: plain flags."""
+    """What activation hooks look at: plain flags, and a tensor for compiled graphs.
+
+    A compiled block that is checkpointed must run the same graph in forward and in recomputation, since another one may save other
+    tensors, at which torch raises. So a flag that stays the same until backward is over chooses the graph, and what recomputation
+    sees is left out by a tensor.
+    """
 
     def __init__(self) -> None:
         self.sample = False
@@ -36,8 +41,42 @@ class Gate:
         self.active = False
         """A forward of the root module runs in training, in a step that is sampled. False in backward, so recomputation
         under activation checkpointing is not counted."""
+        self.measures = False
+        """Compiled graphs measure: it has been active, and backward may still be to come."""
+        self.counts: torch.Tensor | None = None
+        """() bool, on the sites' device: active, for compiled graphs; None where there are no sites."""
         self.opened = False
-        """It has been active."""
+        """It has been active once."""
+        self.taken = False
+        """What the forwards showed has been taken: an optimizer has stepped."""
+
+    def open(self) -> None:
+        """A training forward of the root module begins."""
+        self.active = self.measures = self.sample
+        self.taken = False
+        if self.sample:
+            self.opened = True
+            self._tell_graphs(active=True)
+
+    def shut(self) -> None:
+        """A forward of the root module ends, or begins that is not counted."""
+        if self.active:
+            self._tell_graphs(active=False)
+        self.active = False
+
+    def rest(self) -> None:
+        """No forward is waiting for its backward, as far as it can be told."""
+        if self.taken:
+            self.measures = False
+
+    def _tell_graphs(self, *, active: bool) -> None:
+        if self.counts is None:
+            return
+        if torch.compiler.is_compiling():
+            self.counts.fill_(active)
+            return
+        with unseen_by_selective_checkpoints():
+            self.counts.fill_(active)
 
 
 class _Hook:
@@ -64,9 +103,12 @@ class RootPreHook(_Hook):
             training = self._is_new(module.training) and training
             if training:
                 self._begin(module, args, kwargs)
-        self._gate.active = training and self._gate.sample
-        if self._gate.active:
-            self._gate.opened = True
+        if training:
+            self._gate.open()
+            return
+        self._gate.shut()
+        if torch.compiler.is_compiling() or not _in_backward():
+            self._gate.rest()
 
     def _is_new(self, training: bool) -> bool:  # noqa: FBT001  # a module's state
         """Say whether a forward shows something new, and is neither recomputation nor a look at shapes.
@@ -74,11 +116,15 @@ class RootPreHook(_Hook):
         A root that is checkpointed as a whole runs again in backward. If that is reentrant, it is the time that counts: the first
         one is without gradients, as validation is.
         """
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # as torch.utils.checkpoint does
+        if _in_backward():
             return not self._had_gradients
         if training:
             self._had_gradients = torch.is_grad_enabled()
         return not _infers_shapes()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  # as torch.utils.checkpoint does
 
 
 def _infers_shapes() -> bool:
@@ -101,9 +147,13 @@ class RootHook(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """Take part after the module's forward."""
         del module, args, output
-        self._gate.active = False
+        self._gate.shut()
         if not torch.compiler.is_compiling():
             self._end()
+
+
+keep_out_of_graphs(RootPreHook.__call__)
+keep_out_of_graphs(RootHook.__call__)
 
 
 class SiteMeter:
@@ -123,20 +173,27 @@ class SiteMeter:
         self._peak = torch.zeros((), dtype=torch.float32, device=offsets.device)
         # of the window before this one and of this one
         self._positive = [offsets.new_zeros(stats.UNITS, dtype=torch.bool) for _ in range(2 * self._rectifying)]
-        self._rows = [offsets.new_zeros(()) for _ in range(2)]
-        self._units = offsets.new_zeros(())
+        # (1,) and not (): compiled graphs lose what they write into fp64 numbers on the CPU
+        self._rows = [offsets.new_zeros(1) for _ in range(2)]
+        self._units = offsets.new_zeros(1)
 
-    def add(self, activation: torch.Tensor) -> None:
-        """Add a call's sampled rows."""
+    def add(self, activation: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Add a call's sampled rows.
+
+        Args:
+            activation: What the site showed.
+            counts: () bool, whether the call counts, where only the device knows.
+        """
         rows = stats.sample_rows(activation, self._offsets)
         sums, peak = stats.row_sums(rows, self._flat_outside)
-        self._sums.add_(sums)
-        self._peak.copy_(torch.maximum(self._peak, peak.to(self._peak.dtype)))
+        self._sums.add_(_if(counts, sums))
+        self._peak.copy_(torch.maximum(self._peak, _if(counts, peak.to(self._peak.dtype))))
         if self._rectifying:
-            positive = stats.positive_units(rows).narrow(0, 0, min(rows.shape[1], stats.UNITS))
-            self._positive[1].narrow(0, 0, positive.shape[0]).logical_or_(positive)
-            self._rows[1].add_(rows.shape[0])
-            self._units.clamp_(min=positive.shape[0])
+            units = min(rows.shape[1], stats.UNITS)
+            positive = _if(counts, stats.positive_units(rows).narrow(0, 0, units))
+            self._positive[1].narrow(0, 0, units).logical_or_(positive)
+            self._rows[1].add_(rows.shape[0] if counts is None else counts * rows.shape[0])
+            self._units.clamp_(min=units)
 
     def take(self) -> tuple[torch.Tensor, Callable[[Sequence[float]], ActivationReading]]:
         """Return what to read out, and the host function that makes a reading of it; starts the sums anew."""
@@ -160,10 +217,10 @@ class SiteMeter:
         return packed, decode
 
     def _take_units(self) -> torch.Tensor:
-        """Return units, those of them that were positive in both windows, and rows, (3,); a full window becomes the one before."""
+        """Return units, those of them that were positive in a window, and rows, (3,); a full window becomes the one before."""
         (before, now), (rows_before, rows_now) = self._positive, self._rows
-        alive = before.logical_or(now).sum().to(self._units.dtype)
-        told = torch.stack([self._units, alive, rows_before + rows_now])
+        alive = before.logical_or(now).sum(0, keepdim=True).to(self._units.dtype)
+        told = torch.cat([self._units, alive, rows_before + rows_now])
         full = rows_now >= DEAD_ROWS
         before.copy_(torch.where(full, now, before))
         now.logical_and_(full.logical_not())
@@ -172,27 +229,32 @@ class SiteMeter:
         return told
 
 
+def _if(counts: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    return values if counts is None else torch.where(counts, values, torch.zeros_like(values))
+
+
 class _SiteHook(_Hook):
     """Adds what it sees to a site's sums while the gate is open."""
 
     def __init__(self, gate: Gate, meter: SiteMeter, guard: Guard) -> None:
         self._gate, self._meter, self._guard = gate, meter, guard
 
-    def _see(self, value: object) -> None:
+    def _see(self, module: nn.Module, value: object) -> None:
         if torch.compiler.is_compiling():
-            self._add(value)
-            return
-        with self._guard.part("activations"), _unseen_by_selective_checkpoints():
-            self._add(value)
+            if self._gate.measures and module.training:
+                self._add(value, self._gate.counts)
+        elif self._gate.active and module.training:
+            with self._guard.part("activations"), unseen_by_selective_checkpoints():
+                self._add(value, None)
 
-    def _add(self, value: object) -> None:
+    def _add(self, value: object, counts: torch.Tensor | None) -> None:
         with torch.no_grad():
             activation = stats.activation_in(value)
             if activation is not None:
-                self._meter.add(activation.detach())
+                self._meter.add(activation.detach(), counts)
 
 
-def _unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:
+def unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:
     """Keep our operations out of what selective checkpoints remember: recomputation, where we are silent, would get our results."""
     modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
     return _disable_current_modes() if "_CachingTorchDispatchMode" in modes else contextlib.nullcontext()
@@ -203,8 +265,7 @@ class SitePreHook(_SiteHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take part before the module's forward."""
-        if self._gate.active and module.training:
-            self._see((args, kwargs))
+        self._see(module, (args, kwargs))
 
 
 class SitePostHook(_SiteHook):
@@ -213,8 +274,7 @@ class SitePostHook(_SiteHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """Take part after the module's forward."""
         del args
-        if self._gate.active and module.training:
-            self._see(output)
+        self._see(module, output)
 
 
 class ActivationMeter:
@@ -235,6 +295,7 @@ class ActivationMeter:
         generator = torch.Generator(device="cpu").manual_seed(1)
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator, device="cpu").to(device, wide)
+        gate.counts = self._offsets.new_zeros((), dtype=torch.bool) if sites else None
         self._meters: list[SiteMeter] = []
         self.handles: list[RemovableHandle] = []
         for site in sites:
@@ -247,6 +308,7 @@ class ActivationMeter:
         """Return what to read out and how to decode it, and go on to other rows."""
         taken = [meter.take() for meter in self._meters]
         self._offsets.add_(0.6180339887498949).frac_()
+        self._gate.taken = True
 
         ran = self._gate.opened
 
