@@ -33,6 +33,8 @@ class Step:
     """Root mean square of the gradient, or of the activation: what errors of means are measured by."""
     losses: list[float] = field(default_factory=list)
     """By piece."""
+    absolute_sum: float = 0.0
+    """Of the gradients of matrices and embeddings: what their histograms add up to."""
     truth: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
     """Owner and parameter to the norms of its gradient and of its new value: what the row's own training must have."""
 
@@ -208,6 +210,8 @@ def _layers_into(
 ) -> None:
     for key, grad in grads.items():
         step.elements[key] = grad.numel()
+        if key[2] in {"matrix", "embedding"}:
+            step.absolute_sum += grad.abs().sum().item()
         step.rms[key] = grad.norm().item() / grad.numel() ** 0.5
         step.layers["grad_norm"][key] = grad.norm().item()
         step.layers["grad_mean"][key] = grad.mean().item()

@@ -179,6 +179,7 @@ _ROWS = [
     Case("FSDP2 2, GradScaler, unscaled", DP2, fsdp, infinite_step=1, unscale=True),
     Case("FSDP2 2, clipped", DP2, fsdp, clip=_CLIP),
     Case("FSDP2 2, two optimizers", DP2, fsdp, optimizer="several"),
+    Case("FSDP2 2, every second step", DP2, fsdp, steps=5, settings={"every_n_steps": 2}),
     Case("FSDP2 2, layers are blocks", DP2, fsdp, settings={"layers": "block"}),
     Case("FSDP2 2, every rank's own view", DP2, fsdp, settings={"layers_on": "all"}),
     Case("FSDP2 2, sampled updates", DP2, fsdp, _LARGE, settings={"updates": "sampled"}, update_tolerance=0.05),

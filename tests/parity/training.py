@@ -278,6 +278,9 @@ def flat(snapshot: Snapshot) -> Series:
     found: Series = []
     for sample in snapshot.samples:
         labels = dict(zip(sample.spec.labels, sample.labels, strict=True))
-        value = sum(sample.value.counts) if isinstance(sample.value, HistogramValue) else sample.value
-        found.append((sample.spec.prometheus_name, labels, float(value)))
+        name, value = sample.spec.prometheus_name, sample.value
+        if isinstance(value, HistogramValue):
+            found.append((f"{name}_sum", labels, value.total))
+            value = sum(value.counts)
+        found.append((name, labels, float(value)))
     return found
