@@ -56,6 +56,17 @@ class ActivationSite:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """Any parameter of a model, frozen ones too, as other ranks are told of it."""
+
+    tensor: nn.Parameter
+    name: str
+    kind: str
+    layer: tuple[str, str, str] | None
+    """Layer, kind and parameter group; None without series."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerMap:
     """Everything of a model that is monitored."""
 
@@ -65,6 +76,9 @@ class LayerMap:
     """Layers without series of their own because of max_layers."""
     note: str
     """What max_layers did, in words; empty where it did nothing."""
+    everything: tuple[NamedParameter, ...]
+    depths: int
+    """Depths that the model's layers use."""
 
 
 def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfig) -> LayerMap:
@@ -106,7 +120,15 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
         ),
         dropped,
         note,
+        tuple(_named(f, rule, kinds, groups) for f in everything),
+        max(depths.values(), default=-1) + 1,
     )
+
+
+def _named(found: _Found, rule: _Rule, kinds: tuple[str, ...], groups: Mapping[int, str]) -> NamedParameter:
+    name = rule(found) if found.kind in kinds else None
+    layer = None if name is None else (name, found.kind, groups.get(id(found.tensor), _UNNAMED_GROUP))
+    return NamedParameter(found.tensor, found.name, found.kind, layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,10 @@ class Layer:
     def labels(self) -> tuple[str, str, str, str]:
         """Label values in the order of LAYER_LABELS."""
         return (self.name, str(self.depth), self.kind, self.param_group)
+
+    def deeper(self, depths: int) -> Layer:
+        """Return the layer with so many depths before it, those of a pipeline's earlier stages."""
+        return replace(self, depth=self.depth + depths) if depths else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class ParameterSums:
     """Elements by magnitude, one count a bin of MAGNITUDE_EXPONENTS and one for what is larger; standing for all elements."""
     magnitude_sum: float = 0.0
     """Sum of absolute values of the finite elements, standing for all elements."""
+    partial_gradient: tuple[float, ...] | None = None
+    """The gradient's elements, where each rank holds a summand of every one: sums of squares mean nothing before they are added."""
 
 
 MAGNITUDE_EXPONENTS = tuple(range(-46, 17))
@@ -57,6 +63,8 @@ class ParameterReading:
     histogram: Layer | None
     """The layer, or block, whose magnitude histogram it joins."""
     sums: ParameterSums
+    name: str = ""
+    """The parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +88,45 @@ class ActivationReading:
 
 
 @dataclass(frozen=True, slots=True)
+class RunSums:
+    """What a sampled step measured of all parameters of the run, over all ranks."""
+
+    gradient_squared: float
+    weight_squared: float
+    update_squared: float | None
+    """Sum of squares of the change; None where updates are off."""
+    updated_weight_squared: float
+    """Sum of squares of the weights whose change was measured."""
+    median_ratio: float | None
+    """Update ratio of the median matrix layer, or of the median layer where there are no matrices."""
+    replica_divergence: float | None = None
+    """By how much, relative, norms of weights differ that are replicas of one another; None where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSample:
     """Everything a sampled step measured."""
 
     parameters: tuple[ParameterReading, ...]
     activations: tuple[ActivationReading, ...]
+    run: RunSums | None = None
+    """Sums over the whole run; None: they follow from the parameters, which are all there are, or some rank's are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSample:
+    """A sampled step after the ranks have met."""
+
+    step: int
+    """The global step."""
+    grad_norm: float | None
+    """Norm before clipping, where known."""
+    own: LayerSample
+    """What this rank exports of the run's layers, reduced over the ranks."""
+    local: LayerSample | None
+    """What this rank measured of its own shards, if that is exported too."""
+    local_weight_squared: float | None = None
+    """Sum of squares of all weights that this rank holds; None where there is one rank only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +170,10 @@ class StepRecord:
     precision: str
     sample: LayerSample | None
     """What was measured, if this was a sampled step."""
+    attempt: int = 0
+    """Number of the step among all that were attempted, skipped ones too: equal on all ranks."""
+    sampled: bool = False
+    """Whether this step was to be measured; the sample is missing where it was skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +186,16 @@ class MicroBatches:
 
 
 @dataclass(frozen=True, slots=True)
+class CoveredParameter:
+    """A trainable parameter."""
+
+    name: str
+    elements: int
+    """Of all its shards."""
+    layer: Layer | None
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """What of the model is monitored; changes when parameters are frozen or thawed."""
 
@@ -148,3 +204,4 @@ class Coverage:
     layers: tuple[Layer, ...]
     sites: tuple[tuple[str, int], ...]
     """Layer and depth of each activation site."""
+    parameters: tuple[CoveredParameter, ...] = ()

@@ -20,7 +20,7 @@ from otel_train.hooks.parameters import ParameterMeter
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Meters, Recorder
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
-from otel_train.records import Coverage
+from otel_train.records import Coverage, CoveredParameter
 
 _LOG = logging.getLogger("otel_train")
 
@@ -117,6 +117,9 @@ class Attachment:
                 dropped_layers=layer_map.dropped_layers,
                 layers=tuple(layers),
                 sites=tuple((site.layer, site.depth) for site in layer_map.sites),
+                parameters=tuple(
+                    CoveredParameter(p.name, p.tensor.numel() * (1 + p.tensor.is_complex()), p.layer) for p in layer_map.parameters
+                ),
             )
         )
 

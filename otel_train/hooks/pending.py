@@ -10,6 +10,7 @@ import torch
 
 from otel_train.readout import Reading, read_out
 from otel_train.records import ActivationReading, GroupSettings, LayerSample, MicroBatches, ParameterReading, StepRecord
+from otel_train.shards import is_partial, local
 
 GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
 """The numbers of GroupSettings, in the order of its fields."""
@@ -30,10 +31,14 @@ class Numbers:
             ValueError: A tensor has more elements than one, or none.
             TypeError: It is no number.
         """
+        if is_partial(value):
+            raise ValueError(
+                f"{key}: expected a number or a whole tensor, got one that ranks still have to add up; give full_tensor()"
+            )
         if not isinstance(value, torch.Tensor):
             self._host.setdefault(key, []).append(float(value))
         elif value.numel() == 1:
-            self._device.append((key, value.detach().clone()))  # the loop may write into its own
+            self._device.append((key, local(value).clone()))  # the loop may write into its own
         else:
             raise ValueError(f"{key}: expected a number or a tensor of one element, got shape {tuple(value.shape)}")
 
@@ -97,6 +102,8 @@ class Step:
     """A step as the training thread fills it; once handed over, only the monitor's own thread touches it."""
 
     sampled: bool
+    attempt: int = 0
+    """Number of the step among all that were attempted; known when it is closed."""
     stepped: set[int] = field(default_factory=set)
     """``id`` of the optimizers that have stepped."""
     finished_at: float = 0.0
@@ -149,6 +156,8 @@ class Step:
             precision=self.precision,
             # what was measured around a step that did not happen says nothing
             sample=self._sample() if self.samples and not skipped else None,
+            attempt=self.attempt,
+            sampled=self.sampled,
         )
 
     def _sample(self) -> LayerSample:

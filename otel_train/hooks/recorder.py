@@ -259,6 +259,7 @@ class Recorder:
         if not self._step.stepped:
             return
         step, self._closed = self._step, self._closed + 1
+        step.attempt = self._closed
         self._step = Step(sampled=self._is_sampled(), sequence_length=step.sequence_length)
         self._gate.sample = self._step.sampled
         step.precision = self._precision
