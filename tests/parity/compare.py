@@ -15,7 +15,8 @@ PREFIX = "otel_train_layer_"
 _MEANS = ("grad_mean", "grad_std", "activation_mean", "activation_std", "activation_absmax", "activation_zero_ratio")
 _UPDATES = ("update_ratio", "changed_ratio", "relative_speed")
 _OF_ORIGINS = ("tokens_total", "tokens_seen", "tokens_per_second", "model_flops_total")
-_OF_ALL = ("steps_total", "step_duration_seconds", "data_wait_seconds_total", "trainable_parameters", "monitored_parameters")
+_OF_ALL = ("steps_total", "step_duration_seconds", "data_wait_seconds_total")
+_OF_ANY = ("trainable_parameters", "monitored_parameters")
 
 
 @dataclass
@@ -166,11 +167,14 @@ def _compare_ranks(case: Case, series: list[Series], expected: Reference, report
         report.expect(f"skipped steps of rank {rank}", values(found, "skipped_steps_total").get(()), skipped)
         errors = {part: value for part, value in values(found, "monitor_errors_total").items() if value}
         report.expect(f"errors of rank {rank}", errors, {})
+        if case.infinite_step is None:
+            strange = [v for name in ("nonfinite_total", "layer_nonfinite_total") for v in values(found, name).values() if v]
+            report.expect(f"values of rank {rank} that are not finite", strange, [])
         for name in _OF_ORIGINS:
             report.expect(f"rank {rank} exports {name}", len(values(found, name)), int(case.is_model_origin(rank)))
     totals: Counter[str] = Counter()
     for found in series:
-        totals.update({name: sum(values(found, name).values()) for name in (*_OF_ALL, *_OF_ORIGINS)})
+        totals.update({name: sum(values(found, name).values()) for name in (*_OF_ANY, *_OF_ORIGINS)})
     tokens = case.pieces * TOKENS * case.steps
     report.expect("tokens of all ranks", totals["tokens_total"], tokens)
     report.expect("tokens seen by all ranks", totals["tokens_seen"], tokens)

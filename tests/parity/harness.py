@@ -55,10 +55,16 @@ class Ranks:
 
     A function must be importable by name; it is called on each rank as ``function(*arguments)``. After a failure that not all ranks
     share, the group may be out of step: it is killed, and the next call starts a new one.
+
+    Args:
+        size: How many ranks.
+        agent: Keep the group's store in this process, as torchrun does in its agent; otherwise it is in rank 0 and dies with it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, agent: bool = False) -> None:
         self.size = size
+        self._agent = agent
+        self._store: Any = None
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._logs = tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True)
@@ -138,15 +144,24 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        port = _free_port()
+        port = self._serve_store() if self._agent else _free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            place = _Place(rank, self.size, port, str(self._log(rank)))
+            place = _Place(rank, self.size, port, str(self._log(rank)), self._agent)
             process = context.Process(target=_serve, args=(place, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
+
+    def _serve_store(self) -> int:
+        from torch import distributed
+
+        self._store = distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        port: int = self._store.port
+        return port
 
     def _collect(self, deadline: float, may_die: Collection[int]) -> dict[int, Any]:
         results: dict[int, Any] = {}
@@ -171,9 +186,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(size: int) -> Iterator[Ranks]:
+def ranks(size: int, *, agent: bool = False) -> Iterator[Ranks]:
     """Yield a pool of ranks; it starts with the first call."""
-    pool = Ranks(size)
+    pool = Ranks(size, agent=agent)
     try:
         yield pool
     finally:
@@ -193,6 +208,7 @@ class _Place:
     size: int
     port: int
     log: str
+    agent: bool
 
 
 def _serve(place: _Place, connection: Connection) -> None:
@@ -235,4 +251,6 @@ def _prepare(place: _Place) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(place.port),
     )
+    if place.agent:
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_RUN_ID="none")
     warnings.filterwarnings("error", module=r"otel_train")  # as in the parent; what torch warns of is its own business

@@ -52,6 +52,11 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
     return model
 
 
+def fsdp_columns(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard matrices by their columns."""
+    return fsdp(model, mesh, shard_placement_fn=lambda parameter: OnDim(parameter.dim() - 1))
+
+
 def fsdp_kept(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard, and keep the whole weights between forward and backward."""
     return fsdp(model, mesh, reshard_after_forward=False)
@@ -168,7 +173,9 @@ _ROWS = [
     Case("FSDP2 2, accumulation", DP2, fsdp, micro=2, loop="late_sync"),
     Case("FSDP2 2, bf16 parameters", DP2, fsdp_bf16, precision="bf16 shards"),
     Case("FSDP2 2, bf16 weights", DP2, fsdp, precision="bf16"),
+    Case("FSDP2 2, sharded by columns", DP2, fsdp_columns),
     Case("FSDP2 4, uneven and empty shards", DP4, fsdp, _SMALL),
+    Case("FSDP2 4, uneven and empty shards, clipped", DP4, fsdp, _SMALL, clip=_CLIP),
     Case("FSDP2 2, tied", DP2, fsdp, NetSpec(tied=True)),
     Case("FSDP2 2, frozen", DP2, fsdp, NetSpec(frozen=("embedding", "blocks.0.up"))),
     Case("FSDP2 2, adapters", DP2, fsdp, _LORA),
@@ -177,6 +184,8 @@ _ROWS = [
     Case("FSDP2 2, GradScaler", DP2, fsdp, infinite_step=1),
     Case("FSDP2 2, GradScaler, fused", DP2, fsdp, infinite_step=1, optimizer="fused"),
     Case("FSDP2 2, GradScaler, unscaled", DP2, fsdp, infinite_step=1, unscale=True),
+    Case("FSDP2 2, GradScaler, clipped", DP2, fsdp, infinite_step=1, clip=_CLIP),
+    Case("FSDP2 2, tied, clipped", DP2, fsdp, NetSpec(tied=True), clip=_CLIP),
     Case("FSDP2 2, clipped", DP2, fsdp, clip=_CLIP),
     Case("FSDP2 2, two optimizers", DP2, fsdp, optimizer="several"),
     Case("FSDP2 2, every second step", DP2, fsdp, steps=5, settings={"every_n_steps": 2}),
@@ -196,6 +205,7 @@ _ROWS = [
     Case("FSDP2 x TP 2 x 2, clipped", DP_TP, fsdp_tp, clip=_CLIP, same=1e-6),
     Case("FSDP2 x TP 2 x 2, sequence parallel", DP_TP, fsdp_tp_sequence),
     Case("FSDP2 x TP 2 x 2, mesh given", DP_TP, fsdp_tp, gives_mesh=True),
+    Case("FSDP2 x TP 2 x 2, sampled updates", DP_TP, fsdp_tp, _LARGE, settings={"updates": "sampled"}, update_tolerance=0.05),
     Case("DDP x TP 2 x 2", DP_TP, ddp_tp, gives_mesh=True),
     Case("pipeline 2, GPipe, mesh given", PP2, net=_STAGES, micro=4, loop="pipeline", gives_mesh=True),
     Case("pipeline 2, attention", PP2, net=NetSpec(blocks=4, attention=True), micro=4, loop="pipeline", gives_mesh=True),
@@ -205,7 +215,9 @@ _ROWS = [
     Case("pipeline 2 x DDP 2", PP_DP, ddp, _STAGES, loop="pipeline", gives_mesh=True),  # more micro-batches fail in torch's DDP
     Case("pipeline 2 x 2 replicas by hand", PP_DP, net=_STAGES, micro=2, loop="manual pipeline", gives_mesh=True),
     Case("pipeline 2 x FSDP2 2", PP_DP, fsdp, _STAGES, micro=2, loop="pipeline", gives_mesh=True),
+    Case("pipeline 2 x FSDP2 2, clipped", PP_DP, fsdp, _STAGES, micro=2, loop="pipeline", gives_mesh=True, clip=_CLIP, same=1e-6),
     Case("experts of each rank's own", DP2, net=NetSpec(experts=2), loop="manual", own_experts=True),
+    Case("experts, clipped", DP2, net=NetSpec(experts=2), loop="manual", own_experts=True, clip=_CLIP, same=1e-6),
 ]
 
 TABLE: Mapping[str, Case] = {case.name: case for case in _ROWS}

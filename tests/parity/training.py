@@ -245,6 +245,11 @@ class _Training:
         squares = torch.stack([full(p.grad).square().sum() for p in parameters]).sum()
         if self.case.stages > 1:
             distributed.all_reduce(squares, group=self.mesh["pp"].get_group())
+        if self.case.own_experts:
+            mine = torch.stack([p.grad.square().sum() for p in self.model.experts.parameters()]).sum()
+            theirs = mine.clone()
+            distributed.all_reduce(theirs)
+            squares += theirs - mine
         norm = squares.sqrt()
         for p in parameters:
             local(p.grad).mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
