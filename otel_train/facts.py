@@ -58,6 +58,7 @@ def run_facts(model: nn.Module, config: MonitorConfig, place: Rank, device: torc
         leads_run=layout is None or layout.leads_run,
         leads_replica=layout is None or layout.leads_replica,
         replica_ranks=1 if layout is None else layout.replica_ranks,
+        forward_is_own=layout is None or layout.is_whole,
     )
 
 

@@ -47,6 +47,7 @@ class ActivationSite:
     """A module whose input and output are measured."""
 
     module: nn.Module
+    name: str
     layer: str
     depth: int
     flat: tuple[float, float] | None
@@ -115,8 +116,8 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
     return LayerMap(
         tuple(_monitored(f, rule, kinds, groups=groups, config=config, depths=depths) for f in found),
         tuple(
-            ActivationSite(module, layer, depths[layer], _flat_outside(module), isinstance(module, _RECTIFYING))
-            for layer, _, module in sites
+            ActivationSite(module, name, layer, depths[layer], _flat_outside(module), isinstance(module, _RECTIFYING))
+            for layer, name, module in sites
         ),
         dropped,
         note,

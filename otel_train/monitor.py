@@ -6,13 +6,12 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from dataclasses import replace
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from typing_extensions import Self  # torch depends on it
 from otel_train import config as configuration
 from otel_train import parallel
 from otel_train.assembly import Assembler, LiveState
+from otel_train.assembly.state import RunState, read_state
 from otel_train.config import MonitorConfig
 from otel_train.device import device_memory
 from otel_train.errors import ConfigError, OtelTrainError
@@ -35,10 +35,10 @@ from otel_train.hooks.optimizer import group_names
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.targets import check_model, named_optimizers, unwrapped
 from otel_train.layers import map_layers
-from otel_train.parallel import Ranks
-from otel_train.parallel.board import Board
+from otel_train.parallel import Others, Ranks
 from otel_train.parallel.clip import clip_grad_norm_
 from otel_train.records import Coverage, RankSample, StepRecord
+from otel_train.sigterm import Sigterm
 from otel_train.sinks import Sink
 from otel_train.sinks.endpoint import Endpoint
 from otel_train.sinks.page import render_fragment
@@ -108,16 +108,6 @@ def attach(
     return monitor
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """What ``attach`` knows of other ranks."""
-
-    board: Board | None = None
-    """What they share; None where there is only this one."""
-    mesh: object = None
-    groups: object = None
-
-
 _Item = Step | PendingMicroBatches | Coverage | RankSample
 
 
@@ -145,7 +135,7 @@ class Monitor:
         optimizers: Mapping[str, Optimizer],
         config: MonitorConfig,
         sinks: Sequence[Sink],
-        others: Others = Others(),
+        others: Others,
     ) -> None:
         self._config, self._sinks = config, list(sinks)
         self._guard = Guard()
@@ -160,7 +150,7 @@ class Monitor:
         self._endpoint: Endpoint | None = None
         self._model = weakref.ref(model)
         self._worker: Worker[_Item] = Worker("otel-train", self._handle, self._publish)
-        self._previous_sigterm: Any = None
+        self._sigterm = Sigterm(self.close)
         self._ranks: Ranks | None = None
         if self._disabled:
             self._attachment: Attachment | None = None
@@ -169,28 +159,13 @@ class Monitor:
         self._device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
         self._attachment = Attachment(model, optimizers, config, guard=self._guard, emit=self._worker.put, cover=self._worker.put)
         try:
-            self._ranks = self._meet(model, optimizers, others)
+            layer_map = map_layers(model, group_names(optimizers), config) if others.board is not None else None
+            self._ranks = others.meet(model, layer_map, config, guard=self._guard, deliver=self._worker.put)
         except OtelTrainError:
             self._attachment.remove()
             raise
         facts = run_facts(model, config, self._place, self._device, self._ranks)
         self._assembler = Assembler(facts, flops_per_token(model, config, self._device, self._ranks))
-
-    def _meet(self, model: nn.Module, optimizers: Mapping[str, Optimizer], others: Others) -> Ranks | None:
-        """Meet the other ranks, where there are any."""
-        if others.board is None:
-            return None
-        layer_map = map_layers(model, group_names(optimizers), self._config)
-        return Ranks(
-            others.board,
-            model,
-            layer_map,
-            self._config,
-            mesh=others.mesh,
-            groups=others.groups,
-            guard=self._guard,
-            deliver=self._worker.put,
-        )
 
     def start(self, old: Monitor | None) -> None:
         """Start the thread and the endpoint; the model's monitor until now ends, and its port is taken over."""
@@ -208,7 +183,7 @@ class Monitor:
         _open.add(self)
         weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
         if self._config.handle_sigterm:
-            self._handle_sigterm()
+            self._sigterm.handle()
         self._worker.flush(_FLUSH_SECONDS)  # so that the first scrape finds every counter at 0
 
     @property
@@ -352,28 +327,32 @@ class Monitor:
         self._phase_began, self._live.phase = now, name
         self._worker.wake()
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint should carry: the global step and the tokens seen."""
-        if self._disabled:
-            return {"step": 0, "tokens_seen": 0}
-        self.flush()
-        return {"step": self._assembler.step, "tokens_seen": self._assembler.tokens_seen}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should carry, in plain numbers, strings and lists.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        Global step, tokens seen by this rank, and what the detectors compare with: the last 128 losses and gradient norms, the
+        smoothed loss, the peak of each parameter group's schedule. The state of any rank will do for all.
+        """
+        if self._disabled:
+            return RunState(0, 0).plain()
+        self._hand_over(_FLUSH_SECONDS)
+        return self._assembler.state().plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; counters of this process still start at 0.
 
+        Every rank loads, one rank's state or its own. On another number of ranks the tokens of all together go on: each rank takes
+        over its share of the state's tokens times the ranks that there were.
+
         Raises:
-            ConfigError: The state has no ``step`` and ``tokens_seen``.
+            ConfigError: This is not what ``state_dict`` returned, now or in an earlier version.
         """
-        try:
-            step, tokens = int(state["step"]), int(state["tokens_seen"])
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"expected what Monitor.state_dict returned (step, tokens_seen), got {state!r}") from None
+        restored = read_state(state)
         if not self._disabled:
-            self.flush()
-            self._assembler.restore(step, tokens)
+            self._hand_over(_FLUSH_SECONDS)
+            self._assembler.restore(restored)
             self._live.resumes += 1
-            self.flush()
+            self._hand_over(_FLUSH_SECONDS)
 
     @property
     def url(self) -> str | None:
@@ -410,14 +389,19 @@ class Monitor:
         """
         if self._closed or self._attachment is None or self._pid != os.getpid():
             return True
-        with self._guard.part("loop"):
-            self._attachment.recorder.close_step()
         end = time.monotonic() + timeout_seconds
-        done = self._worker.flush(timeout_seconds)
+        done = self._hand_over(timeout_seconds)
         if self._ranks is None:
             return done
         met = self._ranks.flush(max(end - time.monotonic(), 0.0))
         return self._worker.flush(max(end - time.monotonic(), 0.0)) and met
+
+    def _hand_over(self, timeout_seconds: float) -> bool:
+        """Wait until every step of this rank is published, without what needs other ranks."""
+        if self._attachment is not None and not self._closed:
+            with self._guard.part("loop"):
+                self._attachment.recorder.close_step()
+        return self._worker.flush(timeout_seconds)
 
     def close(self, linger_seconds: float | None = None) -> None:
         """End the run: remove the hooks, publish the last values with ``run_active`` 0, stop serving. Twice is harmless.
@@ -448,7 +432,7 @@ class Monitor:
                 self._attachment.recorder.close_step()
             self._attachment.remove()
         self._live.active = False
-        self._restore_sigterm()
+        self._sigterm.restore()
         self._worker.flush(_FLUSH_SECONDS)
         if self._ranks is not None:
             self._ranks.stop(_FLUSH_SECONDS)
@@ -476,28 +460,6 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def _handle_sigterm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            _LOG.warning("handle_sigterm: attach was not called in the main thread, so SIGTERM is not handled")
-            return
-        self._previous_sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous_sigterm
-        self.close()
-        if callable(previous):
-            previous(number, frame)
-        elif previous is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def _restore_sigterm(self) -> None:
-        if self._previous_sigterm is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous_sigterm)
-        self._previous_sigterm = None
 
 
 def _model_gone(reference: weakref.ref[Monitor]) -> None:

@@ -66,6 +66,12 @@ class ParameterReading:
     name: str = ""
     """The parameter's name."""
 
+    def counted(self) -> ParameterReading:
+        """Return the reading as counters have taken it: without what they would add up again."""
+        return replace(
+            self, sums=replace(self.sums, nonfinite_gradients=0, nonfinite_weights=0, magnitudes=None, magnitude_sum=0.0)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationReading:
@@ -85,6 +91,8 @@ class ActivationReading:
     dead_units: float | None
     """Units never positive; None where the activation cuts nothing off, or too few rows were seen."""
     units: int
+    module: str = ""
+    """Path of the activation module; several can join one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,28 @@ class LayerSample:
 
     parameters: tuple[ParameterReading, ...]
     activations: tuple[ActivationReading, ...]
+    earlier_parameters: tuple[ParameterReading, ...] = ()
+    """Of optimizers that were not measured in this step, from their last sample."""
+    earlier_activations: tuple[ActivationReading, ...] = ()
+    optimizers: frozenset[int] = frozenset()
+    """Which optimizers were measured in this step."""
+    earlier_optimizers: frozenset[int] = frozenset()
     run: RunSums | None = None
     """Sums over the whole run; None: they follow from the parameters, which are all there are, or some rank's are missing."""
+
+    @property
+    def shown(self) -> LayerSample:
+        """What gauges show: the last known of each optimizer; counters take only what is new."""
+        parameters = (*self.parameters, *self.earlier_parameters)
+        activations = (*self.activations, *self.earlier_activations)
+        return LayerSample(parameters, activations, optimizers=self.optimizers | self.earlier_optimizers, run=self.run)
+
+    @property
+    def merged(self) -> LayerSample:
+        """The same in one, for ranks to exchange: what is not new adds nothing to counters."""
+        parameters = (*self.parameters, *(reading.counted() for reading in self.earlier_parameters))
+        activations = (*self.activations, *(replace(site, nonfinite=0.0) for site in self.earlier_activations))
+        return LayerSample(parameters, activations, optimizers=self.optimizers, earlier_optimizers=self.earlier_optimizers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +169,8 @@ class GroupSettings:
     beta1: float | None = None
     beta2: float | None = None
     epsilon: float | None = None
+    current: bool = True
+    """Its optimizer stepped in this step; else this is how it was at its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +200,8 @@ class StepRecord:
     precision: str
     sample: LayerSample | None
     """What was measured, if this was a sampled step."""
+    also_skipped: int = 0
+    """Steps of other optimizers, or of a moment before, that the gradient scaler skipped beside this one, which happened."""
     attempt: int = 0
     """Number of the step among all that were attempted, skipped ones too: equal on all ranks."""
     sampled: bool = False
@@ -193,6 +225,8 @@ class CoveredParameter:
     elements: int
     """Of all its shards."""
     layer: Layer | None
+    optimizer: int | None
+    """Which optimizer's sampled steps look at it."""
 
 
 @dataclass(frozen=True, slots=True)

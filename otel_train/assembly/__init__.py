@@ -8,8 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from otel_train.assembly.coverage import CoverageWatch
 from otel_train.assembly.layer import local_samples_of, root, run_samples_of, run_sums, samples_of
 from otel_train.assembly.schedule import SchedulePeak
+from otel_train.assembly.state import RunState
 from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, parameters, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
 from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, MicroBatches, ParameterReading, RankSample, StepRecord
@@ -57,6 +59,13 @@ class RunFacts:
     """This rank counts tokens and FLOPs for all ranks that work on the same tokens."""
     replica_ranks: int = 1
     """Ranks that work on the same tokens."""
+    forward_is_own: bool = True
+    """No forward pass waits for other ranks, so that its time tells ranks apart."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks: those whose tokens add up."""
+        return max(self.world_size // self.replica_ranks, 1)
 
 
 @dataclass(slots=True)
@@ -133,16 +142,36 @@ class Assembler:
         self._layer_nonfinite: Counter[tuple[str, int, str]] = Counter()
         self._magnitudes: dict[Layer, _Histogram] = {}
         self._coverage = Coverage(0, 0, (), ())
-        self._monitored = 0
+        self._watch = CoverageWatch()
         self._peaks: defaultdict[tuple[str, str], SchedulePeak] = defaultdict(SchedulePeak)
 
-    def restore(self, step: int, tokens_seen: int) -> None:
-        """Go on from a checkpoint's step and tokens."""
-        self.step, self.tokens_seen = step, tokens_seen
+    def state(self) -> RunState:
+        """Return what a checkpoint should carry."""
+        peaks = ((*labels, peak.largest) for labels, peak in list(self._peaks.items()))
+        return RunState(
+            self.step,
+            self.tokens_seen,
+            self._facts.replicas,
+            self._smooth.state,
+            self._loss_spikes.window,
+            self._norm_spikes.window,
+            tuple(row for row in peaks if math.isfinite(row[2])),
+        )
+
+    def restore(self, state: RunState) -> None:
+        """Go on from a checkpoint, of this world size or another."""
+        self.step, self.tokens_seen = state.step, state.tokens_on(self._facts.replicas)
+        self._smooth.restore(*state.smoothed_loss)
+        self._loss_spikes.restore(state.loss_window)
+        self._norm_spikes.restore(state.grad_norm_window)
+        self._peaks.clear()
+        for optimizer, group, largest in state.schedule_peaks:
+            self._peaks[optimizer, group].restore(largest)
 
     def cover(self, coverage: Coverage) -> None:
         """Take what is monitored from now on, and start its counters at 0."""
         self._coverage = coverage
+        self._watch.cover(coverage)
         for layer in coverage.layers:
             for source in ("gradient", "parameter"):
                 self._layer_nonfinite[layer.name, layer.depth, source] += 0
@@ -165,6 +194,7 @@ class Assembler:
         record = replace(record, tokens=told.tokens, samples=told.samples)
         self._last = record
         self._counts[run.SKIPPED_STEPS if record.skipped else run.STEPS] += 1
+        self._counts[run.SKIPPED_STEPS] += record.also_skipped
         self.step += not record.skipped
         self._counts[run.MICRO_BATCHES] += record.micro_batches
         self._counts[gradients.CLIPPED_STEPS] += record.clipped and not record.skipped
@@ -173,14 +203,14 @@ class Assembler:
         self._loss_scale = record.loss_scale if record.loss_scale is not None else self._loss_scale
         self._add_tokens(record)
         self._add_loss(told.mean_loss())
-        for group in record.groups:
+        for group in (g for g in record.groups if g.current):
             self._peaks[group.optimizer, group.param_group].add(group.learning_rate, group.peak_learning_rate)
         if record.duration is not None:
             self._add_duration(record.duration, record.tokens)
         if record.grad_norm is not None and not record.skipped:
             self._look_for_spike(record.grad_norm)
         if record.sample is not None:
-            own = replace(record.sample, run=run_sums(record.sample.parameters))
+            own = replace(record.sample, run=run_sums(record.sample.shown.parameters))
             local = record.sample if self._facts.layers_on == "all" else None
             self.add_sample(RankSample(self.step, record.grad_norm, own, local))
 
@@ -217,7 +247,7 @@ class Assembler:
         """Take what a sampled step measured, after the ranks have met where there are several."""
         sample = taken.own
         self._sampled_step = taken.step
-        self._monitored = sum(reading.sums.elements for reading in sample.parameters)
+        self._watch.add(sample)
         if taken.grad_norm is None and sample.run is not None:
             self._look_for_spike(root(sample.run.gradient_squared))
         for reading in sample.parameters:
@@ -230,10 +260,10 @@ class Assembler:
             self._nonfinite["activation"] += int(site.nonfinite)
             self._layer_nonfinite[site.layer, site.depth, "activation"] += int(site.nonfinite)
         of_run = run_samples_of(sample.run, taken.grad_norm) if sample.run is not None and self._facts.leads_run else ()
-        of_shards = local_samples_of(taken.local) if taken.local is not None else ()
+        of_shards = local_samples_of(taken.local.shown) if taken.local is not None else ()
         if taken.local_weight_squared is not None:
             of_shards = (Sample(parameters.LOCAL_PARAM_NORM, (), root(taken.local_weight_squared)), *of_shards)
-        self._sampled = (*of_run, *samples_of(sample), *of_shards, *self._histogram_samples())
+        self._sampled = (*of_run, *samples_of(sample.shown), *of_shards, *self._histogram_samples())
 
     def _add_nonfinite(self, reading: ParameterReading) -> None:
         for source, count in (
@@ -325,7 +355,7 @@ class Assembler:
     def _throughput_samples(self, live: LiveState) -> Iterator[Sample]:
         yield Sample(throughput.STEP_DURATION, (), self._durations.value(_DURATION_BOUNDS))
         yield Sample(throughput.DATA_WAIT_SECONDS, (), self._seconds[throughput.DATA_WAIT_SECONDS])
-        if self._seconds[throughput.FORWARD_SECONDS]:
+        if self._seconds[throughput.FORWARD_SECONDS] and self._facts.forward_is_own:
             yield Sample(throughput.FORWARD_SECONDS, (), self._seconds[throughput.FORWARD_SECONDS])
         if self._facts.leads_replica:
             yield from self._replica_samples()
@@ -364,9 +394,6 @@ class Assembler:
             yield Sample(monitor.MONITOR_SECONDS, (part,), live.monitor_seconds.get(part, 0.0))
         for part in self._facts.parts:
             yield Sample(monitor.MONITOR_ERRORS, (part,), live.monitor_errors.get(part, 0))
-        if self._coverage.trainable_parameters or self._monitored:  # else other ranks export all that this one holds
-            if self._sampled_step is not None:
-                yield Sample(monitor.MONITORED_PARAMETERS, (), self._monitored)
-            yield Sample(monitor.TRAINABLE_PARAMETERS, (), self._coverage.trainable_parameters)
+        yield from self._watch.samples()
         yield Sample(monitor.EVERY_N_STEPS, (), self._facts.every_n_steps)
         yield Sample(monitor.DROPPED_SERIES, (), self._coverage.dropped_layers * _LAYER_GAUGES)

@@ -19,7 +19,7 @@ def samples_of(sample: LayerSample) -> Iterator[Sample]:
     for layer, members in _by_layer(sample.parameters).items():
         yield from _layer_gauges(layer, members)
         ratio = update_ratio(members)
-        if ratio is not None and median:
+        if ratio is not None and median is not None and median != 0:
             yield Sample(updates.LAYER_RELATIVE_SPEED, layer.labels, ratio / median)
     for labels, sites in _by_site(sample.activations).items():
         yield from _activation_gauges(labels, sites)
@@ -67,11 +67,19 @@ def run_sums(parameters: Sequence[ParameterReading]) -> RunSums | None:
 
 
 def _median_ratio(parameters: Sequence[ParameterReading]) -> float | None:
-    ratios = {layer: update_ratio(members) for layer, members in _by_layer(parameters).items()}
-    finite = {layer: ratio for layer, ratio in ratios.items() if ratio is not None and math.isfinite(ratio)}
-    matrices = [ratio for layer, ratio in finite.items() if layer.kind == "matrix"]
-    chosen = matrices or list(finite.values())
-    return statistics.median(chosen) if chosen else None
+    found = [(layer.kind, update_ratio(members)) for layer, members in _by_layer(parameters).items()]
+    return median_ratio([(kind, ratio) for kind, ratio in found if ratio is not None])
+
+
+def median_ratio(ratios: Sequence[tuple[str, float]]) -> float | None:
+    """Return the median of the layers' finite update ratios: of matrices where there are any, NaN where none is finite.
+
+    Args:
+        ratios: Kind and update ratio of each layer.
+    """
+    chosen = [ratio for kind, ratio in ratios if kind == "matrix"] or [ratio for _, ratio in ratios]
+    finite = [ratio for ratio in chosen if math.isfinite(ratio)]
+    return statistics.median(finite) if finite else (math.nan if ratios else None)
 
 
 def root(squared: float) -> float:

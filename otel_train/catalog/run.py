@@ -33,19 +33,24 @@ STEP = gauge(
     "otel_train.step",
     "Global optimizer step.",
     reduction=Reduction.SAME,
-    note="Goes on across restarts when the monitor's state is restored (`Monitor.load_state_dict`).",
+    note="Goes on across restarts when the monitor's state is restored (`Monitor.load_state_dict`). Several optimizers make one "
+    "step together, which is over when one steps again: a discriminator and a generator in turn are one step, and five steps of "
+    "the discriminator for one of the generator are five.",
 )
 SAMPLED_STEP = gauge(
     "otel_train.sampled_step",
     "Global step that the layer gauges show.",
     reduction=Reduction.SAME,
+    note="Of several optimizers in turn, those that were not measured in it show their own last sample, for as long as they go on "
+    "stepping.",
 )
 TOKENS_SEEN = gauge(
     "otel_train.tokens_seen",
     "Tokens trained on so far.",
     unit="{token}",
     reduction=Reduction.SUM,
-    note="Restored as `otel_train_step` is. No series until `observe(tokens=…)` is called.",
+    note="Restored as `otel_train_step` is; on another number of ranks so that the sum over ranks goes on. No series until "
+    "`observe(tokens=…)` is called.",
 )
 STEPS = counter("otel_train.steps", "Optimizer steps that happened, in this process.", reduction=Reduction.SAME)
 MICRO_BATCHES = counter(
@@ -57,7 +62,9 @@ SKIPPED_STEPS = counter(
     "otel_train.skipped_steps",
     "Optimizer steps that the gradient scaler skipped.",
     reduction=Reduction.SAME,
-    note="Seen through a fused optimizer's `found_inf`, or through a loss scale that fell (`observe(loss_scale=…)`).",
+    note="Seen through a fused optimizer's `found_inf`, or through a loss scale that fell between two calls of "
+    "`observe(loss_scale=…)`. Where a scaler leaves out one of several optimizers, that counts here, and the step of the others as "
+    "a step.",
 )
 RESUMES = counter("otel_train.resumes", "Times the monitor's state was restored.", reduction=Reduction.SAME)
 LAST_STEP_TIMESTAMP = gauge(
@@ -67,7 +74,7 @@ LAST_STEP_TIMESTAMP = gauge(
 )
 LEARNING_RATE = gauge(
     "otel_train.learning_rate",
-    "Learning rate of the last step.",
+    "Learning rate of the last step of its optimizer.",
     labels=("optimizer", "param_group"),
     reduction=Reduction.SAME,
 )

@@ -44,7 +44,7 @@ class Alert:
 
 
 def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
-    """Return the alerts on a time base: availability, the loss, the learning rate, layers."""
+    """Return the alerts on a time base: availability, the loss, the learning rate, layers, coverage."""
     return (
         _exporter_absent(time_base),
         _steps_stalled(time_base),
@@ -52,6 +52,7 @@ def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
         _update_ratio_low(time_base),
         _update_ratio_high(time_base),
         _layer_stalled(time_base),
+        _coverage_low(time_base),
     )
 
 
@@ -164,6 +165,32 @@ def _layer_stalled(time_base: TimeBase) -> Alert:
         """,
         hold_for=time_base.patience,
     )
+
+
+def _coverage_low(time_base: TimeBase) -> Alert:
+    gradients = f"{recording.COVERAGE_LOW}\nand on (job, run)\n  {recording.held(recording.UNCOVERED_SINCE)}"
+    activations = f"{recording.SOME_SILENT}\nand on (job, run)\n  {recording.held(recording.SILENT_SINCE)}"
+    return Alert(
+        "OtelTrainCoverageLow",
+        "warning",
+        _active(f"(\n{_about('gradient', gradients)}\nor\n{_about('activation', activations)}\n)"),
+        "A part of the model is not seen by the monitor, or takes no part in the training.",
+        """
+        {{ if eq $labels.source "gradient" }}Only {{ $value | humanizePercentage }} of the trainable elements of run
+        {{ $labels.run }} had a gradient when their optimizer stepped. What has none does not learn, and has no series: look in the
+        training's log (logger otel_train) which parameters they are, mend what cuts them off from the loss, or freeze them with
+        requires_grad_(False).{{ else }}{{ $value }} activation modules of run {{ $labels.run }} have shown no value since attach,
+        so no alert on activations can see them. Their names are in the training's log (logger otel_train): attach before the first
+        compiled call, train by the model's own forward, or leave modules that are not used out with activations=(…).{{ end }}
+        """,
+        hold_for=time_base.patience,
+    )
+
+
+def _about(source: str, condition: str) -> str:
+    """Say in a label which of an alert's conditions holds."""
+    indented = condition.replace("\n", "\n    ")
+    return f'  label_replace(\n    {indented},\n    "source", "{source}", "", ""\n  )'
 
 
 def _active(condition: str) -> str:

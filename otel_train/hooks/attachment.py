@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from otel_train.config import MonitorConfig
 from otel_train.guard import Guard
+from otel_train.hooks.compiled import SilentSites
 from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
 from otel_train.hooks.optimizer import group_names, hook_steps
 from otel_train.hooks.parameters import ParameterMeter
@@ -21,6 +22,7 @@ from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Meters, Recorder
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
 from otel_train.records import Coverage, CoveredParameter
+from otel_train.sampling import Sampler
 
 _LOG = logging.getLogger("otel_train")
 
@@ -69,7 +71,9 @@ class Attachment:
             dtype=first.dtype,
             times_forward=first.device.type == "cpu",
         )
-        self._signature: tuple[Any, ...] = ()
+        self._signature: tuple[bool, ...] = ()
+        self._group_signatures: dict[int, tuple[Any, ...]] = {}
+        self._samplers: dict[torch.device, Sampler] = {}
         self._meters: Meters = {}
         self._parameters: list[nn.Parameter] = []
         self._take_map(layer_map)
@@ -79,7 +83,8 @@ class Attachment:
         self, model: nn.Module, optimizers: Mapping[str, Optimizer], layer_map: LayerMap, device: torch.device
     ) -> list[RemovableHandle]:
         recorder = self.recorder
-        activations = ActivationMeter(layer_map.sites, device, self.gate, self._guard)
+        silent = SilentSites(model, [site.module for site in layer_map.sites])
+        activations = ActivationMeter(layer_map.sites, device, self.gate, self._guard, silent)
         recorder.activations = activations if layer_map.sites else None
         recorder.remeasure = self._up_to_date
         handles = list(activations.handles)
@@ -89,27 +94,37 @@ class Attachment:
         self._step_handles = [handle for optimizer in optimizers.values() for handle in hook_steps(optimizer, recorder)]
         return handles
 
-    def _up_to_date(self) -> Meters:
-        """Return the meters, made anew if parameters were frozen, thawed or added to an optimizer."""
+    def _up_to_date(self, optimizer: Optimizer | None) -> Meters:
+        """Return the meters, made anew if parameters were frozen, thawed or added to an optimizer.
+
+        Args:
+            optimizer: Look at its parameters only; None: at all. A GAN freezes its discriminator while the generator steps, and
+                hundreds of optimizers cannot each look at everything.
+        """
         model = self._model()
-        if model is not None and self._current_signature() != self._signature:
+        changed = self._has_changed() if optimizer is None else self._has_other_groups(optimizer)
+        if model is not None and changed:
             self._take_map(map_layers(model, group_names(self._live_optimizers()), self._config))
         return self._meters
+
+    def _has_changed(self) -> bool:
+        frozen = self._signature != tuple(p.requires_grad for p in self._parameters)
+        return frozen or any(self._has_other_groups(optimizer) for optimizer in self._live_optimizers().values())
+
+    def _has_other_groups(self, optimizer: Optimizer) -> bool:
+        return self._group_signatures.get(id(optimizer)) != _signature(optimizer)
 
     def _live_optimizers(self) -> dict[str, Optimizer]:
         found = {name: reference() for name, reference in self._optimizers.items()}
         return {name: optimizer for name, optimizer in found.items() if optimizer is not None}
 
-    def _current_signature(self) -> tuple[Any, ...]:
-        groups = [g["params"] for o in self._live_optimizers().values() for g in o.param_groups]
-        return (tuple(map(len, groups)), tuple(p.requires_grad for p in self._parameters))
-
     def _take_map(self, layer_map: LayerMap) -> None:
         model = self._model()
         self._parameters = list(model.parameters()) if model is not None else []
-        self._signature = self._current_signature()
+        self._signature = tuple(p.requires_grad for p in self._parameters)
+        self._group_signatures = {id(optimizer): _signature(optimizer) for optimizer in self._live_optimizers().values()}
         self._meters = self._make_meters(layer_map)
-        layers = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None)
+        layers, owners = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None), self._owners()
         self._cover(
             Coverage(
                 # a complex element is two real ones, here as in every sum
@@ -118,25 +133,36 @@ class Attachment:
                 layers=tuple(layers),
                 sites=tuple((site.layer, site.depth) for site in layer_map.sites),
                 parameters=tuple(
-                    CoveredParameter(p.name, p.tensor.numel() * (1 + p.tensor.is_complex()), p.layer) for p in layer_map.parameters
+                    CoveredParameter(p.name, p.tensor.numel() * (1 + p.tensor.is_complex()), p.layer, owners(p.tensor))
+                    for p in layer_map.parameters
                 ),
             )
         )
 
-    def _make_meters(self, layer_map: LayerMap) -> Meters:
-        """Give each optimizer a meter for its parameters; those in no optimizer go with the first, so that they show as unmoved."""
+    def _owners(self) -> Callable[[torch.Tensor], int | None]:
+        """Return what tells the ``id`` of the optimizer whose steps look at a parameter.
+
+        Parameters in no optimizer go with the first, so that they show as unmoved; None where there is no optimizer at all.
+        """
+        live = self._live_optimizers().values()
         owners = {
             id(parameter): id(optimizer)
-            for optimizer in reversed(self._live_optimizers().values())
+            for optimizer in reversed(live)
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        ids = [id(optimizer) for optimizer in self._live_optimizers().values()]
-        members: dict[int, list[MonitoredParameter]] = {i: [] for i in ids}
+        first = next((id(optimizer) for optimizer in live), None)
+        return lambda parameter: owners.get(id(parameter), first)
+
+    def _make_meters(self, layer_map: LayerMap) -> Meters:
+        """Give each optimizer a meter for its parameters."""
+        owner = self._owners()
+        members: dict[int, list[MonitoredParameter]] = {id(optimizer): [] for optimizer in self._live_optimizers().values()}
         for parameter in layer_map.parameters:
-            if ids:
-                members[owners.get(id(parameter.tensor), ids[0])].append(parameter)
-        return {i: ParameterMeter(found, self._config.updates, self._guard) for i, found in members.items()}
+            optimizer = owner(parameter.tensor)
+            if optimizer is not None:
+                members[optimizer].append(parameter)
+        return {i: ParameterMeter(found, self._config.updates, self._guard, self._samplers) for i, found in members.items()}
 
     def remove(self) -> None:
         """Remove all hooks and let go of the parameters; twice is harmless."""
@@ -149,3 +175,8 @@ class Attachment:
         self.recorder.remeasure, self.recorder.activations = None, None
         self.gate.active = self.gate.sample = False
         self.recorder.release()
+
+
+def _signature(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Return what changes when an optimizer is given parameters, or its own are frozen or thawed."""
+    return tuple((len(group["params"]), *(p.requires_grad for p in group["params"])) for group in optimizer.param_groups)

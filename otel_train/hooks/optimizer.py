@@ -30,6 +30,8 @@ def hook_steps(optimizer: Optimizer, listener: StepListener) -> list[RemovableHa
 
     A closure is wrapped, since its first call is the only moment at which the gradients are there and the weights have not moved
     (LBFGS, and frameworks that hand the whole micro-batch to the optimizer).
+
+    A compiled ``optimizer.step`` calls the hooks outside of its graph, which is the same one as without them.
     """
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -41,7 +43,8 @@ def hook_steps(optimizer: Optimizer, listener: StepListener) -> list[RemovableHa
         del args, kwargs
         listener.after_step(optimizer)
 
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    outside: Callable[..., Any] = torch.compiler.disable
+    return [optimizer.register_step_pre_hook(outside(before)), optimizer.register_step_post_hook(outside(after))]
 
 
 def _wrap_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], listener: StepListener) -> Arguments | None:

@@ -24,11 +24,14 @@ class ParameterMeter:
         parameters: The parameters whose steps it sees.
         updates: ``sampled``, ``exact`` or ``off``.
         guard: Counts time and failures.
+        samplers: By device; shared by the meters of a model, and kept when they are made anew.
     """
 
-    def __init__(self, parameters: Sequence[MonitoredParameter], updates: str, guard: Guard) -> None:
+    def __init__(
+        self, parameters: Sequence[MonitoredParameter], updates: str, guard: Guard, samplers: dict[torch.device, Sampler]
+    ) -> None:
         self._parameters, self._updates, self._guard = list(parameters), updates, guard
-        self._samplers: dict[torch.device, Sampler] = {}
+        self._samplers = samplers
         self._groups: list[ShapeGroup] = []
         self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
         self._complete = False

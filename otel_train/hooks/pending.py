@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from otel_train.readout import Reading, read_out
 from otel_train.records import ActivationReading, GroupSettings, LayerSample, MicroBatches, ParameterReading, StepRecord
 from otel_train.shards import is_partial, local
 
-GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
+_GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
 """The numbers of GroupSettings, in the order of its fields."""
 
 
@@ -47,6 +48,12 @@ class Numbers:
         self._host.pop(key, None)
         self._device = [(k, tensor) for k, tensor in self._device if k != key]
 
+    def absorb(self, other: Numbers) -> None:
+        """Take over the numbers of another, as coming after the own; neither has been asked for yet."""
+        for key, numbers in other._host.items():
+            self._host.setdefault(key, []).extend(numbers)
+        self._device += other._device
+
     def split(self, keys: Collection[Hashable]) -> Numbers:
         """Take the numbers of some keys out, and return them."""
         taken = Numbers()
@@ -69,21 +76,87 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What was measured around the step of one optimizer, or of activations in the forwards before it; still on the device."""
+
+    optimizer: int | None
+    """Its ``id``; None: activations."""
+    tensors: Sequence[torch.Tensor]
+    decode: Callable[[Sequence[Sequence[float]]], Sequence[ParameterReading] | Sequence[ActivationReading]]
+
+
 class PendingSample:
-    """What one optimizer's sampled step measured, not yet on the host."""
+    """The parts of a sampled step, on their way to the host in one copy."""
 
-    reading: Reading
-    split: int
-    """Tensors of the reading that belong to parameters; the rest belongs to activations."""
-    decode_parameters: Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
-    decode_activations: Callable[[Sequence[Sequence[float]]], list[ActivationReading]]
+    def __init__(self, parts: Sequence[Part], reading: Reading) -> None:
+        self._parts, self._reading = parts, reading
 
-    def resolve(self) -> LayerSample:
-        """Wait for the numbers and decode them; for the monitor's own thread."""
-        numbers = self.reading.values()
+    def resolve(self) -> dict[int | None, list[Any]]:
+        """Wait for the numbers, and return the readings of each optimizer and the activations; for the monitor's own thread."""
+        numbers = self._reading.values()
+        found: dict[int | None, list[Any]] = {}
+        at = 0
+        for part in self._parts:
+            found.setdefault(part.optimizer, []).extend(part.decode(numbers[at : at + len(part.tensors)]))
+            at += len(part.tensors)
+        return found
+
+
+class Shown:
+    """Of each optimizer the last sample, for steps at which only others are measured; for the monitor's own thread.
+
+    Args:
+        patience: Steps after which an optimizer's sample is forgotten, if none has followed.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._last: dict[int | None, tuple[int, list[Any]]] = {}
+
+    def add(self, number: int, found: Mapping[int | None, list[Any]]) -> LayerSample:
+        """Return what was found in step ``number``, and beside it what of earlier samples still holds."""
+        earlier = {
+            key: readings for key, (when, readings) in self._last.items() if key not in found and number - when <= self._patience
+        }
+        self._last = {key: self._last[key] for key in earlier}
+        self._last.update({key: (number, readings) for key, readings in found.items()})
         return LayerSample(
-            tuple(self.decode_parameters(numbers[: self.split])), tuple(self.decode_activations(numbers[self.split :]))
+            _of_optimizers(found),
+            tuple(found.get(None, ())),
+            _of_optimizers(earlier),
+            tuple(earlier.get(None, ())),
+            frozenset(key for key in found if key is not None),
+            frozenset(key for key in earlier if key is not None),
         )
+
+
+def _of_optimizers(found: Mapping[int | None, list[Any]]) -> tuple[ParameterReading, ...]:
+    return tuple(reading for key, readings in found.items() if key is not None for reading in readings)
+
+
+class Settings:
+    """The settings of an optimizer's parameter groups as they were at its last step.
+
+    Args:
+        groups: (optimizer, param_group) and the facts of each; those that are tensors stand in ``numbers`` instead.
+        numbers: The numbers of that step, under (fact, optimizer, param_group).
+    """
+
+    def __init__(self, groups: Sequence[tuple[tuple[str, str], Mapping[str, float | None]]], numbers: Numbers) -> None:
+        self._groups, self._numbers = groups, numbers
+        self._resolved: tuple[GroupSettings, ...] | None = None
+
+    def resolve(self, *, current: bool) -> tuple[GroupSettings, ...]:
+        """Wait for the numbers; for the monitor's own thread.
+
+        Args:
+            current: The optimizer stepped in the step that is told of.
+        """
+        if self._resolved is None:
+            device = self._numbers.values() if any(None in facts.values() for _, facts in self._groups) else {}
+            self._resolved = tuple(_settings(labels, facts, device) for labels, facts in self._groups)
+            self._numbers = Numbers()  # the step's are not kept
+        return self._resolved if current else tuple(replace(group, current=False) for group in self._resolved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +174,14 @@ class PendingMicroBatches:
 class Step:
     """A step as the training thread fills it; once handed over, only the monitor's own thread touches it."""
 
-    sampled: bool
-    attempt: int = 0
-    """Number of the step among all that were attempted; known when it is closed."""
+    number: int = 0
+    """Counted from 1 among all that were attempted, skipped ones too; known when it is handed over."""
+    sampled: bool = False
+    """Whether samples fall due at this step, or an optimizer's did at an earlier one."""
     stepped: set[int] = field(default_factory=set)
     """``id`` of the optimizers that have stepped."""
+    skips: int = 0
+    """Steps that a gradient scaler left out, so that no hook told of them: seen as a loss scale that fell."""
     finished_at: float = 0.0
     duration: float | None = None
     forward: float = 0.0
@@ -119,11 +195,33 @@ class Step:
     """Forwards that had begun when a part of the gradient was last clipped."""
     max_norms: list[float] = field(default_factory=list)
     """Of each call that clipped, in the order of the numbers ``clip_norm``."""
-    scale_fell: bool = False
-    groups: dict[tuple[str, str], None] = field(default_factory=dict)
-    """(optimizer, param_group) of the groups that stepped; their settings are in the numbers."""
+    activations_at: int | None = None
+    """Forwards that had begun when activations were last taken."""
     numbers: Numbers = field(default_factory=Numbers)
+    parts: list[Part] = field(default_factory=list)
+    """What was measured and is not asked for yet."""
     samples: list[PendingSample] = field(default_factory=list)
+    settings: Mapping[int, Settings] = field(default_factory=dict)
+    """Of every optimizer that has stepped so far, by its ``id``."""
+    shown: Shown | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an optimizer has stepped in it, or its step was left out."""
+        return bool(self.stepped) or self.skips > 0
+
+    def absorb(self, rest: Step) -> None:
+        """Take over what came before the step of another optimizer, which belongs to this step too."""
+        self.skips += rest.skips
+        self.forward += rest.forward
+        self.data_wait += rest.data_wait
+        self.forwards += rest.forwards
+        self.observed += rest.observed
+        self.sequence_length = rest.sequence_length
+        self.max_norms += rest.max_norms
+        self.numbers.absorb(rest.numbers)
+        if rest.skips:
+            self.finished_at, self.duration = rest.finished_at, (self.duration or 0.0) + (rest.duration or 0.0)
 
     def take_micro_batches(self) -> PendingMicroBatches:
         """Take out what the micro-batches so far told, and ask for it; does not synchronise."""
@@ -136,7 +234,8 @@ class Step:
         numbers = self.numbers.values()
         observed_scale = _last(numbers, "loss_scale")
         told = _micro_batches(numbers)
-        skipped = self.scale_fell or any(value > 0 for value in numbers.get("found_inf", ()))
+        left_out = {i for i in self.stepped if any(value > 0 for value in numbers.get(("found_inf", i), ()))}
+        skipped = left_out >= self.stepped
         return StepRecord(
             finished_at=self.finished_at,
             duration=self.duration,
@@ -152,20 +251,22 @@ class Step:
             # torch scales by max_norm / (norm + 1e-6) where that is below 1
             clipped=any(norm + 1e-6 > limit for norm, limit in zip(numbers.get("clip_norm", ()), self.max_norms, strict=False)),
             loss_scale=observed_scale if observed_scale is not None else _last(numbers, "grad_scale"),
-            groups=tuple(_settings(labels, numbers) for labels in self.groups),
+            groups=tuple(g for i, settings in self.settings.items() for g in settings.resolve(current=i in self.stepped)),
             precision=self.precision,
             # what was measured around a step that did not happen says nothing
-            sample=self._sample() if self.samples and not skipped else None,
-            attempt=self.attempt,
+            sample=self._sample(left_out) if self.samples and self.shown is not None and not skipped else None,
+            also_skipped=0 if skipped else self.skips + bool(left_out),
+            attempt=self.number,
             sampled=self.sampled,
         )
 
-    def _sample(self) -> LayerSample:
-        parts = [sample.resolve() for sample in self.samples]
-        return LayerSample(
-            tuple(reading for part in parts for reading in part.parameters),
-            tuple(reading for part in parts for reading in part.activations),
-        )
+    def _sample(self, left_out: Collection[int | None]) -> LayerSample:
+        found: dict[int | None, list[Any]] = {}
+        for sample in self.samples:
+            for key, readings in sample.resolve().items():
+                if key not in left_out:
+                    found.setdefault(key, []).extend(readings)
+        return self.shown.add(self.number, found) if self.shown is not None else LayerSample((), ())
 
 
 def _micro_batches(numbers: dict[Hashable, list[float]]) -> MicroBatches:
@@ -186,5 +287,7 @@ def _grad_norm(numbers: dict[Hashable, list[float]]) -> float | None:
     return math.sqrt(sum(norm * norm for norm in parts)) if parts else None
 
 
-def _settings(labels: tuple[str, str], numbers: dict[Hashable, list[float]]) -> GroupSettings:
-    return GroupSettings(*labels, *(_last(numbers, (name, *labels)) for name in GROUP_FACTS))
+def _settings(labels: tuple[str, str], facts: Mapping[str, float | None], device: dict[Hashable, list[float]]) -> GroupSettings:
+    found = (_last(device, (fact, *labels)) if facts.get(fact) is None else facts[fact] for fact in _GROUP_FACTS)
+    rate, peak, decay, beta1, beta2, epsilon = found
+    return GroupSettings(*labels, rate, peak, decay, beta1, beta2, epsilon)

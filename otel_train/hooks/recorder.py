@@ -2,7 +2,8 @@
 
 A step is closed when the next training forward begins, so that ``observe`` may be called before or after ``optimizer.step``. Where
 the forward cannot be seen (whole-model compile, a loop that calls a submodule), the next step of an optimizer that has stepped in
-it already closes it.
+it already closes it. Of several optimizers some may not have stepped yet when the next forward begins: then the step is held, and
+who steps next decides whether what came in between belongs to it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from otel_train.guard import Guard
+from otel_train.hooks.cadence import RECENT, Cadence
 from otel_train.hooks.module import ActivationMeter, Gate
 from otel_train.hooks.optimizer import group_facts, named_groups
 from otel_train.hooks.parameters import ParameterMeter
-from otel_train.hooks.pending import PendingMicroBatches, PendingSample, Step
+from otel_train.hooks.pending import Part, PendingMicroBatches, PendingSample, Settings, Shown, Step
 from otel_train.readout import read_out
-from otel_train.records import ActivationReading, ParameterReading
 
 _LONG_STEP = 16
 """Micro-batches without a step after which what they told is handed over: a step may never come, as under a GradScaler that meets
@@ -55,15 +56,21 @@ class Recorder:
         dtype: torch.dtype,
         times_forward: bool,
     ) -> None:
-        self._labels, self._every, self._gate, self._guard, self._emit = labels, every_n_steps, gate, guard, emit
+        self._labels, self._gate, self._guard, self._emit = labels, gate, guard, emit
+        self._cadence = Cadence(every_n_steps, labels)
+        self._shown = Shown(max(2 * every_n_steps, RECENT))
         self._dtype, self._times_forward = dtype, times_forward
-        self.remeasure: Callable[[], Meters] | None = None
-        """Called before a sampled step; returns the meters."""
+        self.remeasure: Callable[[Optimizer | None], Meters] | None = None
+        """Called before an optimizer is measured, with None before the first of a step; returns the meters."""
         self.activations: ActivationMeter | None = None
         self._precision = str(dtype).removeprefix("torch.")
         self._closed = 0  # steps so far, skipped ones too
-        self._step = Step(sampled=self._is_sampled())
-        self._gate.sample = self._step.sampled
+        self._step = Step()
+        self._held: Step | None = None
+        """A step that some optimizers have made and others, maybe, not yet."""
+        self._settings: dict[int, Settings] = {}
+        self._measures = False
+        self._look_ahead()
         self._last_end: float | None = None
         self._paused = 0.0  # seconds in other phases since the last step ended
         self._forward_began: float | None = None
@@ -74,16 +81,20 @@ class Recorder:
         """An optimizer's step is under way: torch is iterating over its hooks, which must stay."""
         self._meters: Meters = {}
 
-    def _is_sampled(self) -> bool:
+    def _look_ahead(self) -> None:
+        """Open the gate for activations if the coming forward may belong to a sampled step."""
         number = self._closed + 1
-        return number == 1 or number % self._every == 0
+        begun = self._held is not None or self._step.has_ended
+        sampled = self._cadence.is_sampled(number + begun)
+        if begun and not sampled and self._cadence.is_sampled(number):
+            sampled = not self._cadence.is_whole(self._step.stepped)
+        self._gate.sample = sampled
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward of the root module begins."""
         del module
         with self._guard.part("loop"):
-            if self._step.stepped:
-                self.close_step()
+            self._turn()
             self._step.forwards += 1
             self._look_at_input((*args, *kwargs.values()))
             self._forward_began = time.perf_counter()
@@ -109,21 +120,42 @@ class Recorder:
             name += f", autocast {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
         self._precision = name
 
+    def _turn(self) -> None:
+        """A forward, a wait for data or a clip: after a step it belongs to the next, or to the next optimizer of the same."""
+        if self.in_step or not self._step.has_ended:  # within a closure, or on the way to a step
+            return
+        if self._step.stepped and not self._cadence.is_whole(self._step.stepped):
+            self._held, self._step = self._step, Step(sequence_length=self._step.sequence_length)
+            self._look_ahead()
+        else:
+            self.close_step()
+
+    def _join(self, optimizer: int) -> None:
+        """An optimizer steps: in the step that is held, in one that is under way, or in one of its own."""
+        held, self._held = self._held, None
+        if held is not None and optimizer not in held.stepped:
+            held.absorb(self._step)
+            self._step = held
+        elif held is not None:
+            self._hand_over(held)
+        if optimizer in self._step.stepped:
+            self.close_step()
+
     def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
         """An optimizer's step begins."""
-        self.in_step = True
+        self.in_step, self._measures = True, False
         with self._guard.part("loop"):
-            if id(optimizer) in self._step.stepped:
-                self.close_step()
+            self._join(id(optimizer))
             self._closure_calls = 0
             self._note_groups(optimizer)
             found_inf = getattr(optimizer, "found_inf", None)
             if isinstance(found_inf, torch.Tensor):
                 self._tells_found_inf = True
-                self._step.numbers.add("found_inf", found_inf)
+                self._step.numbers.add(("found_inf", id(optimizer)), found_inf)
                 self._note_scale(getattr(optimizer, "grad_scale", None))
-            if self._step.sampled and self.remeasure is not None:
-                self._meters = self.remeasure()
+            self._measures = self._cadence.begins(id(optimizer), self._closed + 1)
+            if self._measures and self.remeasure is not None:
+                self._meters = self.remeasure(optimizer if self._step.parts else None)
         if not closure:
             self._begin(optimizer)
 
@@ -135,32 +167,48 @@ class Recorder:
 
     def _begin(self, optimizer: Optimizer) -> None:
         meter = self._meters.get(id(optimizer))
-        if self._step.sampled and meter is not None:
+        if self._measures and meter is not None:
             meter.begin(_grad_scale(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer's step has ended."""
         self.in_step = False
-        meter = self._meters.get(id(optimizer))
-        if self._step.sampled and meter is not None:
-            if self._closure_calls > 1:
-                meter.reread_gradients(_grad_scale(optimizer))
-            self._ask(meter.end())
+        if self._measures:
+            self._take_parameters(optimizer)
+        if self._gate.sample:
+            self._take_activations()
         with self._guard.part("loop"):
             self._step.stepped.add(id(optimizer))
             self._end_step()
-            # said here too: a compiled forward does not close the step, and looks at the flag alone
-            self._gate.sample = (self._closed + 2) % self._every == 0
+            self._look_ahead()  # a compiled forward does not close the step, and looks at the flag alone
+        if self._step.parts and self._cadence.is_whole(self._step.stepped):
+            self._ask(self._step)
 
-    def _ask(self, measured: tuple[list[torch.Tensor], Callable[..., list[ParameterReading]]] | None) -> None:
+    def _take_parameters(self, optimizer: Optimizer) -> None:
+        """Add what was measured around the step; that nothing could be measured is told too, so that no older values stand."""
+        meter = self._meters.get(id(optimizer))
+        if meter is None:
+            return
+        if self._closure_calls > 1:
+            meter.reread_gradients(_grad_scale(optimizer))
+        tensors, decode = meter.end() or ([], _nothing)
+        self._step.parts.append(Part(id(optimizer), tensors, decode))
+        self._cadence.measured(id(optimizer))
+
+    def _take_activations(self) -> None:
+        """Add what the forwards since the last time showed; or forget it, if they were not of a sampled step after all."""
+        if self.activations is None or self._step.activations_at == self._step.forwards:
+            return
+        self._step.activations_at = self._step.forwards
         with self._guard.part("readout"):
-            tensors, decode = measured or ([], _nothing)
-            seen: list[torch.Tensor] = []
-            decode_seen: Callable[..., list[ActivationReading]] = _nothing
-            if self.activations is not None and not self._step.samples:
-                seen, decode_seen = self.activations.take()
-            if tensors or seen:
-                self._step.samples.append(PendingSample(read_out(tensors + seen), len(tensors), decode, decode_seen))
+            seen, decode = self.activations.take()
+            if seen and self._cadence.is_sampled(self._closed + 1):
+                self._step.parts.append(Part(None, seen, decode))
+
+    def _ask(self, step: Step) -> None:
+        with self._guard.part("readout"):
+            parts, step.parts = step.parts, []
+            step.samples.append(PendingSample(parts, read_out([tensor for part in parts for tensor in part.tensors])))
 
     def _end_step(self) -> None:
         end = time.perf_counter()
@@ -172,10 +220,15 @@ class Recorder:
 
     def _note_groups(self, optimizer: Optimizer) -> None:
         label = self._labels[id(optimizer)]
+        groups: list[tuple[tuple[str, str], dict[str, float | None]]] = []
         for name, group in named_groups(optimizer, label if len(self._labels) > 1 else None):
-            self._step.groups[label, name] = None
+            facts: dict[str, float | None] = {}
             for fact, value in group_facts(group):
-                self._step.numbers.add((fact, label, name), value)
+                if isinstance(value, torch.Tensor):
+                    self._step.numbers.add((fact, label, name), value)
+                facts[fact] = None if isinstance(value, torch.Tensor) else float(value)
+            groups.append(((label, name), facts))
+        self._settings[id(optimizer)] = Settings(groups, self._step.numbers)
 
     def _note_scale(self, scale: object) -> None:
         if isinstance(scale, torch.Tensor):
@@ -202,30 +255,39 @@ class Recorder:
             if loss_scale is not None:
                 self._observe_scale(float(loss_scale))
             if self._step.observed % _LONG_STEP == 0 and not self._step.stepped:
+                self._hand_over_held()
                 self._emit(self._step.take_micro_batches())
         if not self._labels:
             self._step_without_optimizer()
 
     def _observe_scale(self, scale: float) -> None:
+        """Take the scale, whose fall tells of a step that was left out: this one, if no optimizer steps in it.
+
+        Where one does, it was the step before this one (the scale is observed before the scaler's ``step`` or ``update``), or that
+        of another optimizer: this one happened.
+        """
         self._step.numbers.add("loss_scale", scale)
         # a fused optimizer tells by itself, and of the right step
         if self._loss_scale is not None and scale < self._loss_scale and not self._tells_found_inf:
-            self._step.scale_fell = True
-            if not self._step.stepped:  # the scaler left the optimizer's step out, so no hook told of it
-                self._step.stepped.add(0)
+            self._step.skips += 1
+            if not self._step.stepped:
                 self._end_step()
         self._loss_scale = scale
 
     def _step_without_optimizer(self) -> None:
-        if self._step.sampled:
-            self._ask(None)
+        if self._gate.sample:
+            self._take_activations()
+        if self._step.parts:
+            self._ask(self._step)
         with self._guard.part("loop"):
-            self._step.stepped.add(0)
+            if not self._step.skips:
+                self._step.stepped.add(0)
             self._end_step()
 
     def clipped(self, norm: torch.Tensor, max_norm: float, *, is_l2: bool) -> None:
         """Take the norm before clipping, of the whole gradient or of a part of it."""
         with self._guard.part("loop"):
+            self._turn()
             if self._step.clipped_at != self._step.forwards:  # the step before was skipped without a word
                 self._step.numbers.discard("clip_norm")
                 self._step.numbers.discard("part_norm")
@@ -240,9 +302,9 @@ class Recorder:
         """The loop waited for a batch."""
         if self._gate.paused:
             return
-        if self._step.stepped:
+        if self._step.has_ended:
             with self._guard.part("loop"):
-                self.close_step()
+                self._turn()
         self._step.data_wait += seconds
 
     def paused(self, seconds: float) -> None:
@@ -255,14 +317,26 @@ class Recorder:
         self._meters, self._emit = {}, _drop
 
     def close_step(self) -> None:
-        """Hand the step over, if an optimizer has stepped in it, and begin the next."""
-        if not self._step.stepped:
-            return
-        step, self._closed = self._step, self._closed + 1
-        step.attempt = self._closed
-        self._step = Step(sampled=self._is_sampled(), sequence_length=step.sequence_length)
-        self._gate.sample = self._step.sampled
-        step.precision = self._precision
+        """Hand over what is held, and the step under way if it has ended; then the next begins."""
+        self._hand_over_held()
+        if self._step.has_ended:
+            step, self._step = self._step, Step(sequence_length=self._step.sequence_length)
+            self._hand_over(step)
+        self._look_ahead()
+
+    def _hand_over_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._hand_over(held)
+
+    def _hand_over(self, step: Step) -> None:
+        self._closed += 1
+        self._cadence.over(self._closed)
+        step.number, step.precision, step.shown = self._closed, self._precision, self._shown
+        step.settings = dict(self._settings)
+        if step.parts:
+            self._ask(step)
+        step.sampled = bool(step.samples) or self._cadence.is_sampled(self._closed)
         step.numbers.read_out()
         self._emit(step)
 

@@ -73,6 +73,7 @@ class Membership:
         sites = [(name, at) for name, at in coverage.sites if self.layout.sites.get(site_key(name, "post"), (0, False))[1]]
         return replace(
             coverage,
+            parameters=tuple(exported),
             trainable_parameters=sum(p.elements if self.board is None else rows[p.name].elements for p in exported),
             layers=tuple(layer.deeper(depth) for layer in layers),
             sites=tuple((name, at + depth) for name, at in sites),
@@ -146,6 +147,30 @@ def _plan(board: Board, keys: Sequence[str]) -> str:
         board.post(f"layout/{rank}", layout.dumps())
     board.forget(keys)
     return _MET
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What ``attach`` knows of other ranks."""
+
+    board: Board | None = None
+    """What they share; None where there is only this one."""
+    mesh: object = None
+    groups: object = None
+
+    def meet(
+        self,
+        model: nn.Module,
+        layer_map: LayerMap | None,
+        config: MonitorConfig,
+        *,
+        guard: Guard,
+        deliver: Callable[[RankSample], None],
+    ) -> Ranks | None:
+        """Meet them, where there are any; arguments and errors as of Ranks."""
+        if self.board is None or layer_map is None:
+            return None
+        return Ranks(self.board, model, layer_map, config, mesh=self.mesh, groups=self.groups, guard=guard, deliver=deliver)
 
 
 class Ranks:

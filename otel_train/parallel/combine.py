@@ -7,13 +7,12 @@ nothing, so both have the same length everywhere.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from otel_train.assembly.layer import run_sums
+from otel_train.assembly.layer import median_ratio, root, run_sums
 from otel_train.parallel.layout import Layout, Row, site_key
 from otel_train.records import MAGNITUDE_EXPONENTS, ActivationReading, Layer, LayerSample, ParameterReading, ParameterSums, RunSums
 
@@ -148,7 +147,7 @@ class Combined:
         """Return what this rank exports."""
         rows = self._rows.tolist()
         run = self._run(rows) if self.complete else None
-        return LayerSample(tuple(self._readings(rows, labels)), tuple(self._activations(depths)), run)
+        return LayerSample(tuple(self._readings(rows, labels)), tuple(self._activations(depths)), run=run)
 
     def _readings(self, rows: Sequence[Sequence[float]], labels: Labels) -> Iterator[ParameterReading]:
         for name, row in self._layout.rows.items():
@@ -167,13 +166,13 @@ class Combined:
     def _activations(self, depths: Depths) -> Iterator[ActivationReading]:
         for key, (index, exports) in self._layout.sites.items():
             count, total, squared, zeros, bad, saturates, saturated, dead, units, lost = self._sites[index].tolist()
-            if not exports or not count:
+            if not exports:
                 continue
             layer, _, which = key.partition("\n")
             peak = math.nan if lost else float(self._peaks[index])
             yield ActivationReading(
                 layer, depths[layer] + self._layout.depth, which, count, total, squared, peak, zeros, bad,
-                saturated if saturates else None, dead if units else None, int(units),
+                saturated if saturates else None, dead if units else None, int(units), layer,
             )  # fmt: skip
 
     def _run(self, rows: Sequence[Sequence[float]]) -> RunSums | None:
@@ -191,13 +190,12 @@ class Combined:
         )
 
     def _median(self, rows: Sequence[Sequence[float]]) -> float | None:
-        ratios: dict[bool, list[float]] = {True: [], False: []}
+        ratios = []
         for kind, members in self._layout.table.layers:
             update, weight = (sum(rows[i][column] for i in members) for column in (_UPDATE, _UPDATED_WEIGHT))
-            if any(rows[i][_MEASURED] for i in members) and weight > 0 and math.isfinite(update):
-                ratios[kind == "matrix"].append(math.sqrt(update / weight))
-        finite = ratios[True] or ratios[False]
-        return statistics.median(finite) if finite else None
+            if any(rows[i][_MEASURED] for i in members) and weight != 0:
+                ratios.append((kind, root(update / weight)))
+        return median_ratio(ratios)
 
     def _divergence(self) -> float | None:
         spreads = []
@@ -233,7 +231,7 @@ def whole_rows(layout: Layout, sample: LayerSample) -> LayerSample:
     readings = tuple(_shifted(reading, layout.depth) for reading in exported)
     sites = [s for s in sample.activations if layout.sites.get(site_key(s.layer, s.site), (0, False))[1]]
     run = run_sums(sample.parameters) if layout.replicated else None
-    return LayerSample(readings, tuple(replace(site, depth=site.depth + layout.depth) for site in sites), run)
+    return LayerSample(readings, tuple(replace(site, depth=site.depth + layout.depth) for site in sites), run=run)
 
 
 def _exports_alone(row: Row | None, reading: ParameterReading) -> bool:

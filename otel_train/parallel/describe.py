@@ -25,6 +25,7 @@ _DATA = ("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "ep", "exper
 context parallelism) ranks work on the same tokens."""
 _SETTINGS = ("every_n_steps", "updates", "histograms", "layers", "kinds", "max_layers")
 _DIGITS = 6
+_SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 Groups = Mapping[str, Sequence[int]]
 """Pattern of parameter names to the ranks, this one among them, that hold replicas of what matches."""
@@ -161,7 +162,7 @@ def _region(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _marks(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool]]:
     """Return a fingerprint of each tensor, rounded so that devices of different make agree, and whether it is constant."""
-    floating = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
+    floating = [t if t.dtype in _SUMMABLE else t.double() for t in tensors]
     sums = [sum_and_square_sum([t]) for t in floating]
     numbers = read_out(sums).values()
     marks = []

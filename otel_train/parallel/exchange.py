@@ -7,12 +7,13 @@ so no rank is left waiting in a collective, and whoever comes late finds it made
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -95,7 +96,8 @@ class Exchange:
             step: The global step.
         """
         with self._changed:
-            self._items.append(_Waiting(record.attempt, step, record.grad_norm, record.sample))
+            sample = record.sample.merged if record.sample is not None else None
+            self._items.append(_Waiting(record.attempt, step, record.grad_norm, sample))
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
@@ -121,8 +123,12 @@ class Exchange:
                 if self._stopping:
                     return
                 item, self._busy = self._items.popleft(), True
-            with self._guard.part("ranks"):
+            try:
                 self._handle(item)
+            except Exception as error:  # noqa: BLE001  # nothing of ours ends the thread
+                self._guard.failed("ranks", error)
+            with contextlib.suppress(OSError):  # no thread clock on some platforms
+                self._guard.seconds["ranks"] = time.thread_time()  # waiting costs nobody anything
 
     def _handle(self, item: _Waiting) -> None:
         combined: Combined | None = None
@@ -134,11 +140,14 @@ class Exchange:
                 self._miss(self._cause(self._board, item.attempt, error))
         else:
             self._guard.errors["ranks"] += 1
-        own = combined.sample(self._labels, self._depths) if combined is not None else None
+        now = {r.name: (r.layer, r.histogram) for r in item.sample.parameters} if item.sample is not None else {}
+        own = combined.sample({**self._labels, **now}, self._depths) if combined is not None else None
         if own is None and item.sample is not None:
             own = whole_rows(self._layout, item.sample)
         if own is None:
             return
+        if item.sample is not None:
+            own = replace(own, optimizers=item.sample.optimizers, earlier_optimizers=item.sample.earlier_optimizers)
         local = item.sample if self._everything or combined is None else None
         weights = None if item.sample is None else sum(reading.sums.weight_squared for reading in item.sample.parameters)
         self._deliver(RankSample(item.step, item.grad_norm, own, local, weights))

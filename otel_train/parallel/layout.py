@@ -93,6 +93,11 @@ class Layout:
     replicated: bool
     """Every parameter is declared to be whole on each rank, so that one rank's values are the run's."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole model."""
+        return not self.spans_stages and all(row.whole for row in self.rows.values())
+
     def dumps(self) -> str:
         """Return it as JSON, without the table, which is the same for all ranks."""
         fields = asdict(self)
@@ -208,20 +213,19 @@ def _join_replicas(manifest: Manifest, others: Sequence[Manifest], sets: _Sets) 
     for other in others:
         if sets.find(other.rank) == sets.find(manifest.rank):
             continue
-        same, compared = _replicated(manifest, other)
+        same, fewer = _replicated(manifest, other)
         if [p.name for p in manifest.places] == [p.name for p in other.places]:
             if same:
                 sets.join(manifest.rank, other.rank)
-        elif compared and same / compared > _SAME_MODEL:
+        elif fewer and same / fewer > _SAME_MODEL:
             _check_same_model(manifest, other)
 
 
 def _replicated(one: Manifest, other: Manifest) -> tuple[int, int]:
-    """Return how many parameters have equal values, and how many could have."""
-    known = {place.name: place for place in other.places}
-    pairs = [(p, known[p.name]) for p in one.places if p.name in known and not p.constant and p.part_elements]
-    compared = [(p, q) for p, q in pairs if p.region == q.region]
-    return sum(p.mark == q.mark for p, q in compared), len(compared)
+    """Return how many parameters have equal values, and how many the smaller of both models has whose values tell anything."""
+    telling = [{p.name: p for p in m.places if not p.constant and p.part_elements} for m in (one, other)]
+    pairs = [(p, telling[1][name]) for name, p in telling[0].items() if name in telling[1]]
+    return sum(p.region == q.region and p.mark == q.mark for p, q in pairs), min(map(len, telling))
 
 
 def _check_same_model(one: Manifest, other: Manifest) -> None:

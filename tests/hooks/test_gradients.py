@@ -282,3 +282,16 @@ def test_global_norms_include_the_kinds_without_series() -> None:
     without = torch.cat([g.view(-1) for name, g in found.items() if problems.kind_of(model, name) != "vector"]).norm().item()
     assert without < 0.999 * whole
     assert snapshot.value(gradients.GRAD_NORM, stage="post_clip") == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_gradient_of_one_element_has_no_deviation() -> None:
+    """``torch.std`` of it is NaN (research P5)."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        model(torch.full((1, 1), 3.0)).sum().backward()
+        optimizer.step()
+        snapshot = problems.seen(monitor, sink)
+    (deviation,) = snapshot.find(gradients.LAYER_GRAD_STD)
+    assert deviation.value == 0.0
+    assert snapshot.value(gradients.GRAD_NORM, stage="post_clip") == 3.0
