@@ -78,8 +78,9 @@ class CoverageWatch:
         self._silent = dict.fromkeys(r.module for r in sample.activations if r.module not in self._seen)
         if self._samples >= _PATIENCE and self._is_news(self._silent, self._modules_said):
             _LOG.warning(
-                "no activation seen in %d samples: %s. Attach before the first compiled call, train in train() mode and by the "
-                "model's own forward; leave modules that are not used out with activations=(…)",
+                "no activation seen in %d samples: %s. A graph compiled before attach ignores its hooks: attach before the first "
+                "compiled call, or call torch._dynamo.reset() now. Otherwise train in train() mode and by the model's own forward, "
+                "and leave modules that are not used out with activations=(…)",
                 self._samples,
                 _listed(self._silent),
             )

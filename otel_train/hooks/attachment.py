@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from otel_train.config import MonitorConfig
 from otel_train.guard import Guard
-from otel_train.hooks.compiled import SilentSites
 from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
 from otel_train.hooks.optimizer import group_names, hook_steps
 from otel_train.hooks.parameters import ParameterMeter
@@ -83,8 +82,7 @@ class Attachment:
         self, model: nn.Module, optimizers: Mapping[str, Optimizer], layer_map: LayerMap, device: torch.device
     ) -> list[RemovableHandle]:
         recorder = self.recorder
-        silent = SilentSites(model, [site.module for site in layer_map.sites])
-        activations = ActivationMeter(layer_map.sites, device, self.gate, self._guard, silent)
+        activations = ActivationMeter(layer_map.sites, device, self.gate, self._guard)
         recorder.activations = activations if layer_map.sites else None
         recorder.remeasure = self._up_to_date
         handles = list(activations.handles)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.hooks import RemovableHandle
 
 from otel_train.guard import Guard
-from otel_train.hooks.compiled import SilentSites, keep_out_of_graphs
+from otel_train.hooks.compiled import keep_out_of_graphs
 from otel_train.layers import ActivationSite
 from otel_train.records import ActivationReading
 from otel_train.stats import activations as stats
@@ -45,8 +45,6 @@ class Gate:
         """Compiled graphs measure: it has been active, and backward may still be to come."""
         self.counts: torch.Tensor | None = None
         """() bool, on the sites' device: active, for compiled graphs; None where there are no sites."""
-        self.opened = False
-        """It has been active once."""
         self.taken = False
         """What the forwards showed has been taken: an optimizer has stepped."""
 
@@ -55,7 +53,6 @@ class Gate:
         self.active = self.measures = self.sample
         self.taken = False
         if self.sample:
-            self.opened = True
             self._tell_graphs(active=True)
 
     def shut(self) -> None:
@@ -285,13 +282,10 @@ class ActivationMeter:
         device: Where the model's parameters are.
         gate: Opens during sampled training forwards.
         guard: Counts time and failures.
-        silent: Told which sites fired.
     """
 
-    def __init__(
-        self, sites: Sequence[ActivationSite], device: torch.device, gate: Gate, guard: Guard, silent: SilentSites
-    ) -> None:
-        self._gate, self._silent = gate, silent
+    def __init__(self, sites: Sequence[ActivationSite], device: torch.device, gate: Gate, guard: Guard) -> None:
+        self._gate = gate
         generator = torch.Generator(device="cpu").manual_seed(1)
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator, device="cpu").to(device, wide)
@@ -310,12 +304,7 @@ class ActivationMeter:
         self._offsets.add_(0.6180339887498949).frac_()
         self._gate.taken = True
 
-        ran = self._gate.opened
-
         def decode(numbers: Sequence[Sequence[float]]) -> list[ActivationReading]:
-            readings = [make(row) for (_, make), row in zip(taken, numbers, strict=True)]
-            pairs = zip(readings[::2], readings[1::2], strict=True)
-            self._silent.look([pre.count + post.count > 0 for pre, post in pairs], ran=ran)
-            return readings
+            return [make(row) for (_, make), row in zip(taken, numbers, strict=True)]
 
         return [packed for packed, _ in taken], decode

@@ -168,8 +168,9 @@ def test_one_of_several_modules_of_a_block_is_found(said: Said) -> None:
     """They share a layer, and have names of their own."""
     watched(*[shown("a", silent="b")] * 3)
     expected = (
-        "no activation seen in 3 samples: b. Attach before the first compiled call, train in train() mode and by the model's own "
-        "forward; leave modules that are not used out with activations=(…)"
+        "no activation seen in 3 samples: b. A graph compiled before attach ignores its hooks: attach before the first compiled call, or "
+        "call torch._dynamo.reset() now. Otherwise train in train() mode and by the model's own forward, and leave modules that are not "
+        "used out with activations=(…)"
     )
     assert said.lines == [expected]
 
