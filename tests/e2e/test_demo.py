@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from otel_train.catalog import CATALOG, Instrument, activations, loss, throughput
+from otel_train.catalog import CATALOG, Instrument, activations, gradients, loss, parameters, throughput, updates
 from tests.servers import VERSIONS, Prometheus, Version, find_program, free_port, get, prometheus, stop
 
 NOT_IN_THE_DEMO = {
@@ -21,6 +21,11 @@ NOT_IN_THE_DEMO = {
     throughput.ALLOCATOR_RETRIES.prometheus_name: "no accelerator",
     loss.LOSS_SCALE.prometheus_name: "fp32, so no scaler",
     activations.LAYER_ACTIVATION_SATURATED_RATIO.prometheus_name: "GELU does not saturate",
+    parameters.REPLICA_DIVERGENCE.prometheus_name: "there is one rank",
+    parameters.LOCAL_PARAM_NORM.prometheus_name: "there is one rank",
+    parameters.LOCAL_LAYER_PARAM_NORM.prometheus_name: "there is one rank",
+    gradients.LOCAL_LAYER_GRAD_NORM.prometheus_name: "there is one rank",
+    updates.LOCAL_LAYER_UPDATE_RATIO.prometheus_name: "there is one rank",
 }
 ROOT = Path(__file__).parent.parent.parent
 

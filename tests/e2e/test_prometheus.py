@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from otel_train.catalog import CATALOG, Instrument, throughput
+from otel_train.catalog import CATALOG, Instrument, gradients, parameters, throughput, updates
 from tests.servers import FULL_TRAINING, VERSIONS, Prometheus, Series, Training, Version, prometheus, training, wait_until
 
-NOT_ON_A_CPU = {
+NOT_HERE = {
     throughput.MEMORY_ALLOCATED.prometheus_name: "the CPU has no allocator of an accelerator",
     throughput.MEMORY_RESERVED.prometheus_name: "as above",
     throughput.MEMORY_PEAK.prometheus_name: "as above",
     throughput.ALLOCATOR_RETRIES.prometheus_name: "as above",
+    parameters.REPLICA_DIVERGENCE.prometheus_name: "there is one rank",
+    parameters.LOCAL_PARAM_NORM.prometheus_name: "there is one rank",
+    parameters.LOCAL_LAYER_PARAM_NORM.prometheus_name: "there is one rank",
+    gradients.LOCAL_LAYER_GRAD_NORM.prometheus_name: "there is one rank",
+    updates.LOCAL_LAYER_UPDATE_RATIO.prometheus_name: "there is one rank",
 }
 """All else applies: the training gives its loss scale, FLOPs and peak, stays in its warmup, clips and evaluates."""
 ENDINGS = {"close": 0, "close_and_die": 0, "close_and_live_on": 0, "raise": 1, "sys_exit": 3}
@@ -113,8 +118,8 @@ def test_every_training_is_up(story: Story) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CATALOG)
 def test_every_metric_that_applies_answers_an_instant_query(story: Story, name: str) -> None:
-    """All of the catalog but what only an accelerator has."""
-    if name in NOT_ON_A_CPU:
+    """All of the catalog but what only an accelerator, or several ranks, have."""
+    if name in NOT_HERE:
         assert story.by_name[name] == []
     else:
         assert story.by_name[name]

@@ -16,6 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 from otel_train.catalog import activations as act
+from otel_train.catalog import gradients
+from otel_train.catalog import loss as loss_catalog
 from otel_train.catalog import run as run_catalog
 from otel_train.stats.activations import activation_in
 from otel_train.testing import capture
@@ -155,3 +157,23 @@ def test_a_sum_that_is_yet_to_be_made_is_no_activation() -> None:
     x = torch.randn(4, 8)
     assert activation_in(DTensor.from_local(x, mesh, [Partial()])) is None
     assert activation_in(DTensor.from_local(x, mesh, [Shard(1)])) is not None
+
+
+def test_a_norm_that_ranks_have_still_to_add_up_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """radixark/miles_diffusion #35: the local part of a partial norm was logged for months; here it says what to do."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = chain()
+    optimizer = sgd(model)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        monitor.observe(loss=1.0, grad_norm=DTensor.from_local(torch.tensor(3.0), mesh, [Partial()]))
+        snapshot = problems.seen(monitor, sink)
+        assert snapshot.value(gradients.GRAD_NORM, stage="pre_clip") is None
+        assert snapshot.value(loss_catalog.LOSS) == 1.0
+        optimizer.zero_grad()
+        problems.vector_loss(model, 1).backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        monitor.observe(grad_norm=DTensor.from_local(torch.tensor(3.0), mesh, [Replicate()]))
+        assert problems.seen(monitor, sink).value(gradients.GRAD_NORM, stage="pre_clip") == 3.0
+    assert "ranks still have to add up; give full_tensor()" in caplog.text
