@@ -88,6 +88,10 @@ class MonitorConfig:
     """True: every activation module; False: none; patterns (``blocks.*.act``): the modules whose path matches."""
     histograms: Literal["block", "layer", "off"] = field(default="block", metadata=_reads(str))
     """Gradient magnitude histograms: one a block, one a layer, or none."""
+    layers_on: Literal["owner", "all"] = field(default="owner", metadata=_reads(str))
+    """Which ranks export layers: each layer's owner, reduced over the ranks, or every rank its own shards as well."""
+    rank_timeout: float = field(default=30.0, metadata=_reads(float))
+    """Seconds that ``attach`` waits for other ranks, and, in the monitor's own thread, a sampled step's values for theirs."""
     updates: Literal["sampled", "exact", "off"] = field(default="sampled", metadata=_reads(str))
     """How the change of the weights is measured: on samples, on every element (one copy of the weights), or not."""
     planned_steps: int | None = field(default=None, metadata=_reads(_optional(int)))
@@ -117,6 +121,8 @@ class MonitorConfig:
             self._check_integer(name, least=1 if name == "planned_steps" else 0, optional=True)
         for name in ("flops_per_token", "peak_flops"):
             self._check_positive(name)
+        self._check_positive("rank_timeout", optional=False)
+        self._check_choice("layers_on", ("owner", "all"))
         self._check_port()
         self._check_text("host")
         self._check_text("run", optional=True)
@@ -138,11 +144,11 @@ class MonitorConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self._refuse(name, f"an integer of at least {least}" + (" or None" if optional else ""))
 
-    def _check_positive(self, name: str) -> None:
+    def _check_positive(self, name: str, *, optional: bool = True) -> None:
         value = getattr(self, name)
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (numeric and 0 < value < float("inf")):
-            self._refuse(name, "a positive number or None")
+        if not (optional and value is None) and not (numeric and 0 < value < float("inf")):
+            self._refuse(name, "a positive number" + (" or None" if optional else ""))
 
     def _check_port(self) -> None:
         self._check_integer("port", least=0, optional=True)

@@ -8,8 +8,8 @@ from types import TracebackType
 
 _LOG = logging.getLogger("otel_train")
 
-PARTS = ("loop", "gradients", "updates", "activations", "readout", "export", "endpoint")
-"""loop: hooks and ``observe``; export: the monitor's own thread; the others are named after what is measured."""
+PARTS = ("loop", "gradients", "updates", "activations", "readout", "export", "endpoint", "ranks")
+"""loop: hooks and ``observe``; export: the monitor's own thread; ranks: their exchange; the others say what is measured."""
 
 
 class Guard:

@@ -47,12 +47,24 @@ class ActivationSite:
     """A module whose input and output are measured."""
 
     module: nn.Module
+    name: str
     layer: str
     depth: int
     flat: tuple[float, float] | None
     """(low, high) of the output outside which the activation is flat; None where it never is."""
     rectifying: bool
     """It cuts off negative values, so that a unit can be dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """Any parameter of a model, frozen ones too, as other ranks are told of it."""
+
+    tensor: nn.Parameter
+    name: str
+    kind: str
+    layer: tuple[str, str, str] | None
+    """Layer, kind and parameter group; None without series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,9 @@ class LayerMap:
     """Layers without series of their own because of max_layers."""
     note: str
     """What max_layers did, in words; empty where it did nothing."""
+    everything: tuple[NamedParameter, ...]
+    depths: int
+    """Depths that the model's layers use."""
 
 
 def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfig) -> LayerMap:
@@ -101,12 +116,20 @@ def map_layers(model: nn.Module, groups: Mapping[int, str], config: MonitorConfi
     return LayerMap(
         tuple(_monitored(f, rule, kinds, groups=groups, config=config, depths=depths) for f in found),
         tuple(
-            ActivationSite(module, layer, depths[layer], _flat_outside(module), isinstance(module, _RECTIFYING))
-            for layer, _, module in sites
+            ActivationSite(module, name, layer, depths[layer], _flat_outside(module), isinstance(module, _RECTIFYING))
+            for layer, name, module in sites
         ),
         dropped,
         note,
+        tuple(_named(f, rule, kinds, groups) for f in everything),
+        max(depths.values(), default=-1) + 1,
     )
+
+
+def _named(found: _Found, rule: _Rule, kinds: tuple[str, ...], groups: Mapping[int, str]) -> NamedParameter:
+    name = rule(found) if found.kind in kinds else None
+    layer = None if name is None else (name, found.kind, groups.get(id(found.tensor), _UNNAMED_GROUP))
+    return NamedParameter(found.tensor, found.name, found.kind, layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from dataclasses import replace
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -22,23 +21,29 @@ from torch.optim import Optimizer
 from typing_extensions import Self  # torch depends on it
 
 from otel_train import config as configuration
-from otel_train._version import __version__
-from otel_train.assembly import Assembler, LiveState, RunFacts
-from otel_train.config import MonitorConfig, Rank
-from otel_train.device import device_memory, device_name
-from otel_train.errors import ConfigError
-from otel_train.guard import PARTS, Guard
+from otel_train import parallel
+from otel_train.assembly import Assembler, LiveState
+from otel_train.assembly.state import RunState, read_state
+from otel_train.config import MonitorConfig
+from otel_train.device import device_memory
+from otel_train.errors import ConfigError, OtelTrainError
+from otel_train.facts import flops_per_token, run_facts
+from otel_train.guard import Guard
 from otel_train.hooks.attachment import Attachment
 from otel_train.hooks.loader import TimedLoader
+from otel_train.hooks.optimizer import group_names
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.targets import check_model, named_optimizers, unwrapped
-from otel_train.records import Coverage
+from otel_train.layers import map_layers
+from otel_train.parallel import Others, Ranks
+from otel_train.parallel.clip import clip_grad_norm_
+from otel_train.records import Coverage, RankSample, StepRecord
+from otel_train.sigterm import Sigterm
 from otel_train.sinks import Sink
 from otel_train.sinks.endpoint import Endpoint
 from otel_train.sinks.page import render_fragment
 from otel_train.sinks.prometheus import PrometheusSink
 from otel_train.snapshot import Snapshot
-from otel_train.stats.throughput import peak_flops, transformer_shape
 from otel_train.worker import Worker
 
 _LOG = logging.getLogger("otel_train")
@@ -59,6 +64,8 @@ def attach(
     *,
     config: MonitorConfig | None = None,
     sinks: Iterable[Sink] | None = None,
+    mesh: object = None,
+    groups: object = None,
     **settings: Any,
 ) -> Monitor:
     """Measure a training from the inside and serve what is seen, from the next forward on.
@@ -72,6 +79,9 @@ def attach(
             each ``observe`` counts as a step. Wrappers with an inner ``.optimizer`` are unwrapped.
         config: Settings; fields of MonitorConfig. Default: the environment.
         sinks: Where Snapshots go besides the Prometheus endpoint.
+        mesh: The root DeviceMesh, where parameters do not tell it: its dimension ``pp`` tells stages of a pipeline apart.
+        groups: Patterns of parameter names to the process group, or the ranks, that hold replicas of what matches, such as
+            ``{"experts.*": expert_data_parallel_group}``; each rank gives the group that it is in.
         **settings: Fields of MonitorConfig; they win over ``config``.
 
     Returns:
@@ -79,17 +89,26 @@ def attach(
 
     Raises:
         ConfigError: A setting has no such name or value.
-        AttachError: The model or the optimizer cannot be monitored as it is.
+        AttachError: The model or the optimizer cannot be monitored as it is, on this rank or on another one.
     """
-    chosen = configuration.make_config(config, settings)
-    check_model(model)
-    optimizers = named_optimizers(model, optimizer)
-    extra = _check_sinks(sinks)
-    monitor = Monitor(model, optimizers, chosen, extra)
+    board = parallel.find_board()
+    try:
+        chosen = configuration.make_config(config, settings)
+        check_model(model)
+        optimizers = named_optimizers(model, optimizer)
+        extra = _check_sinks(sinks)
+        monitor = Monitor(model, optimizers, chosen, extra, Others(board, mesh, groups))
+    except OtelTrainError as error:
+        if board is None:
+            raise
+        raise type(error)(parallel.share_error(board, error)) from error
     old = _monitors.get(unwrapped(model))
     _monitors[unwrapped(model)] = monitor
     monitor.start(old)
     return monitor
+
+
+_Item = Step | PendingMicroBatches | Coverage | RankSample
 
 
 def _check_sinks(sinks: object) -> list[Sink]:
@@ -110,7 +129,14 @@ class Monitor:
     wait for the monitor's own thread.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: MonitorConfig, sinks: Sequence[Sink]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        config: MonitorConfig,
+        sinks: Sequence[Sink],
+        others: Others,
+    ) -> None:
         self._config, self._sinks = config, list(sinks)
         self._guard = Guard()
         self._live = LiveState()
@@ -123,18 +149,23 @@ class Monitor:
         self._prometheus = PrometheusSink()
         self._endpoint: Endpoint | None = None
         self._model = weakref.ref(model)
-        self._worker: Worker[Step | PendingMicroBatches | Coverage] = Worker("otel-train", self._handle, self._publish)
-        self._previous_sigterm: Any = None
+        self._worker: Worker[_Item] = Worker("otel-train", self._handle, self._publish)
+        self._sigterm = Sigterm(self.close)
+        self._ranks: Ranks | None = None
         if self._disabled:
             self._attachment: Attachment | None = None
             return
-        rank = configuration.rank_from_environment()
-        device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
-        self._device = device
-        facts = self._facts(model, rank, device)
-        self._assembler = Assembler(facts, self._flops_per_token(model))
-        self._rank = rank
+        self._place = parallel.process_rank(configuration.rank_from_environment())
+        self._device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
         self._attachment = Attachment(model, optimizers, config, guard=self._guard, emit=self._worker.put, cover=self._worker.put)
+        try:
+            layer_map = map_layers(model, group_names(optimizers), config) if others.board is not None else None
+            self._ranks = others.meet(model, layer_map, config, guard=self._guard, deliver=self._worker.put)
+        except OtelTrainError:
+            self._attachment.remove()
+            raise
+        facts = run_facts(model, config, self._place, self._device, self._ranks)
+        self._assembler = Assembler(facts, flops_per_token(model, config, self._device, self._ranks))
 
     def start(self, old: Monitor | None) -> None:
         """Start the thread and the endpoint; the model's monitor until now ends, and its port is taken over."""
@@ -146,54 +177,19 @@ class Monitor:
         if self._disabled or model is None:
             return
         self._worker.start()
+        if self._ranks is not None:
+            self._ranks.start()
         self._listen(port)
         _open.add(self)
         weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
         if self._config.handle_sigterm:
-            self._handle_sigterm()
+            self._sigterm.handle()
         self._worker.flush(_FLUSH_SECONDS)  # so that the first scrape finds every counter at 0
-
-    def _facts(self, model: nn.Module, rank: Rank, device: torch.device) -> RunFacts:
-        config = self._config
-        name, uuid = device_name(device)
-        peak, source = (config.peak_flops, "given") if config.peak_flops else (peak_flops(name), "table")
-        base = {"run": configuration.run_name(config), "rank": str(rank.rank), **config.labels}
-        return RunFacts(
-            base_labels=tuple(base.items()),
-            model=type(unwrapped(model)).__name__,
-            world_size=rank.world_size,
-            torch_version=torch.__version__,
-            version=__version__,
-            update_mode=config.updates,
-            device=name,
-            device_uuid=uuid,
-            local_rank=rank.local_rank,
-            host=socket.gethostname(),
-            every_n_steps=config.every_n_steps,
-            planned_steps=config.planned_steps,
-            warmup_steps=config.warmup_steps,
-            peak_flops=peak,
-            peak_flops_source=source,
-            parts=PARTS,
-        )
-
-    def _flops_per_token(self, model: nn.Module) -> Any:
-        given = self._config.flops_per_token
-        if given is not None:
-            return lambda _: given
-        shape = transformer_shape(model)
-        peak = self._config.peak_flops or peak_flops(device_name(self._device)[0])
-        if shape is None:
-            _LOG.info("MFU is not exported: no transformer found by its shapes; give flops_per_token to have it")
-            return lambda _: None
-        if peak is None:
-            _LOG.info("MFU is not exported: the peak FLOP/s of this device are unknown; give peak_flops to have it")
-        return lambda length: None if length is None else shape.flops_per_token(length)
 
     @property
     def asked_port(self) -> int | None:
         """The port that was asked for, which a taken port may have kept from being served; 0 for any free one."""
-        return self._config.port + self._rank.local_rank if self._config.port and not self._disabled else self._config.port
+        return self._config.port + self._place.local_rank if self._config.port and not self._disabled else self._config.port
 
     def _listen(self, port: int | None) -> None:
         if port is None:
@@ -206,14 +202,23 @@ class Monitor:
             self._guard.errors["endpoint"] += 1
             _LOG.warning("no endpoint: cannot listen on %s port %d (%s)", self._config.host, port, error)
 
-    def _handle(self, item: Step | PendingMicroBatches | Coverage) -> None:
+    def _handle(self, item: _Item) -> None:
         with self._guard.part("export"):
             if isinstance(item, Coverage):
-                self._assembler.cover(item)
+                self._assembler.cover(item if self._ranks is None else self._ranks.own(item))
             elif isinstance(item, PendingMicroBatches):
                 self._assembler.wait(item.resolve())
+            elif isinstance(item, RankSample):
+                self._assembler.add_sample(item)
             else:
-                self._assembler.add(item.resolve())
+                self._add(item.resolve())
+
+    def _add(self, record: StepRecord) -> None:
+        if self._ranks is None or not record.sampled:
+            self._assembler.add(record)
+            return
+        self._assembler.add(replace(record, sample=None))
+        self._ranks.put(record, self._assembler.step)  # its layers follow once the ranks have met
 
     def _publish(self) -> None:
         with self._guard.part("export"):
@@ -257,6 +262,9 @@ class Monitor:
     ) -> torch.Tensor:
         """Clip the gradients as ``torch.nn.utils.clip_grad_norm_`` does, and export the norm before and after.
 
+        Where torch knows only a part of the gradient (a pipeline's stages, experts), or refuses (parameters on different meshes),
+        by the norm over all ranks: then every rank must call it, and waits for the others.
+
         Args:
             max_norm: Largest norm.
             norm_type: The p of the norm; only the 2-norm is exported.
@@ -268,9 +276,13 @@ class Monitor:
         if parameters is None:
             model = self._model()
             parameters = list(model.parameters()) if model is not None else []
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._ranks is None:
+            norm, plain = clip_grad_norm_(chosen, max_norm, norm_type, None, {})
+        else:
+            norm, plain = self._ranks.clip_grad_norm_(chosen, max_norm, norm_type)
         if self._attachment is not None and not self._closed:
-            self._attachment.recorder.clipped(norm, max_norm, is_l2=float(norm_type) == 2.0)
+            self._attachment.recorder.clipped(plain, max_norm, is_l2=float(norm_type) == 2.0)
         return norm
 
     def data(self, loader: Iterable[_Batch]) -> TimedLoader[_Batch]:
@@ -315,28 +327,32 @@ class Monitor:
         self._phase_began, self._live.phase = now, name
         self._worker.wake()
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint should carry: the global step and the tokens seen."""
-        if self._disabled:
-            return {"step": 0, "tokens_seen": 0}
-        self.flush()
-        return {"step": self._assembler.step, "tokens_seen": self._assembler.tokens_seen}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should carry, in plain numbers, strings and lists.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        Global step, tokens seen by this rank, and what the detectors compare with: the last 128 losses and gradient norms, the
+        smoothed loss, the peak of each parameter group's schedule. The state of any rank will do for all.
+        """
+        if self._disabled:
+            return RunState(0, 0).plain()
+        self._hand_over(_FLUSH_SECONDS)
+        return self._assembler.state().plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; counters of this process still start at 0.
 
+        Every rank loads, one rank's state or its own. On another number of ranks the tokens of all together go on: each rank takes
+        over its share of the state's tokens times the ranks that there were.
+
         Raises:
-            ConfigError: The state has no ``step`` and ``tokens_seen``.
+            ConfigError: This is not what ``state_dict`` returned, now or in an earlier version.
         """
-        try:
-            step, tokens = int(state["step"]), int(state["tokens_seen"])
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"expected what Monitor.state_dict returned (step, tokens_seen), got {state!r}") from None
+        restored = read_state(state)
         if not self._disabled:
-            self.flush()
-            self._assembler.restore(step, tokens)
+            self._hand_over(_FLUSH_SECONDS)
+            self._assembler.restore(restored)
             self._live.resumes += 1
-            self.flush()
+            self._hand_over(_FLUSH_SECONDS)
 
     @property
     def url(self) -> str | None:
@@ -373,8 +389,18 @@ class Monitor:
         """
         if self._closed or self._attachment is None or self._pid != os.getpid():
             return True
-        with self._guard.part("loop"):
-            self._attachment.recorder.close_step()
+        end = time.monotonic() + timeout_seconds
+        done = self._hand_over(timeout_seconds)
+        if self._ranks is None:
+            return done
+        met = self._ranks.flush(max(end - time.monotonic(), 0.0))
+        return self._worker.flush(max(end - time.monotonic(), 0.0)) and met
+
+    def _hand_over(self, timeout_seconds: float) -> bool:
+        """Wait until every step of this rank is published, without what needs other ranks."""
+        if self._attachment is not None and not self._closed:
+            with self._guard.part("loop"):
+                self._attachment.recorder.close_step()
         return self._worker.flush(timeout_seconds)
 
     def close(self, linger_seconds: float | None = None) -> None:
@@ -406,8 +432,11 @@ class Monitor:
                 self._attachment.recorder.close_step()
             self._attachment.remove()
         self._live.active = False
-        self._restore_sigterm()
+        self._sigterm.restore()
         self._worker.flush(_FLUSH_SECONDS)
+        if self._ranks is not None:
+            self._ranks.stop(_FLUSH_SECONDS)
+            self._worker.flush(_FLUSH_SECONDS)
 
     def _shut_down(self) -> None:
         self._worker.stop(_FLUSH_SECONDS)
@@ -431,28 +460,6 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def _handle_sigterm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            _LOG.warning("handle_sigterm: attach was not called in the main thread, so SIGTERM is not handled")
-            return
-        self._previous_sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous_sigterm
-        self.close()
-        if callable(previous):
-            previous(number, frame)
-        elif previous is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def _restore_sigterm(self) -> None:
-        if self._previous_sigterm is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous_sigterm)
-        self._previous_sigterm = None
 
 
 def _model_gone(reference: weakref.ref[Monitor]) -> None:

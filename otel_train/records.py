@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,10 @@ class Layer:
     def labels(self) -> tuple[str, str, str, str]:
         """Label values in the order of LAYER_LABELS."""
         return (self.name, str(self.depth), self.kind, self.param_group)
+
+    def deeper(self, depths: int) -> Layer:
+        """Return the layer with so many depths before it, those of a pipeline's earlier stages."""
+        return replace(self, depth=self.depth + depths) if depths else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class ParameterSums:
     """Elements by magnitude, one count a bin of MAGNITUDE_EXPONENTS and one for what is larger; standing for all elements."""
     magnitude_sum: float = 0.0
     """Sum of absolute values of the finite elements, standing for all elements."""
+    partial_gradient: tuple[float, ...] | None = None
+    """The gradient's elements, where each rank holds a summand of every one: sums of squares mean nothing before they are added."""
 
 
 MAGNITUDE_EXPONENTS = tuple(range(-46, 17))
@@ -57,6 +63,14 @@ class ParameterReading:
     histogram: Layer | None
     """The layer, or block, whose magnitude histogram it joins."""
     sums: ParameterSums
+    name: str = ""
+    """The parameter's name."""
+
+    def counted(self) -> ParameterReading:
+        """Return the reading as counters have taken it: without what they would add up again."""
+        return replace(
+            self, sums=replace(self.sums, nonfinite_gradients=0, nonfinite_weights=0, magnitudes=None, magnitude_sum=0.0)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,24 @@ class ActivationReading:
     dead_units: float | None
     """Units never positive; None where the activation cuts nothing off, or too few rows were seen."""
     units: int
+    module: str = ""
+    """Path of the activation module; several can join one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSums:
+    """What a sampled step measured of all parameters of the run, over all ranks."""
+
+    gradient_squared: float
+    weight_squared: float
+    update_squared: float | None
+    """Sum of squares of the change; None where updates are off."""
+    updated_weight_squared: float
+    """Sum of squares of the weights whose change was measured."""
+    median_ratio: float | None
+    """Update ratio of the median matrix layer, or of the median layer where there are no matrices."""
+    replica_divergence: float | None = None
+    """By how much, relative, norms of weights differ that are replicas of one another; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +120,41 @@ class LayerSample:
     earlier_parameters: tuple[ParameterReading, ...] = ()
     """Of optimizers that were not measured in this step, from their last sample."""
     earlier_activations: tuple[ActivationReading, ...] = ()
+    optimizers: frozenset[int] = frozenset()
+    """Which optimizers were measured in this step."""
+    earlier_optimizers: frozenset[int] = frozenset()
+    run: RunSums | None = None
+    """Sums over the whole run; None: they follow from the parameters, which are all there are, or some rank's are missing."""
 
     @property
     def shown(self) -> LayerSample:
         """What gauges show: the last known of each optimizer; counters take only what is new."""
-        return LayerSample((*self.parameters, *self.earlier_parameters), (*self.activations, *self.earlier_activations))
+        parameters = (*self.parameters, *self.earlier_parameters)
+        activations = (*self.activations, *self.earlier_activations)
+        return LayerSample(parameters, activations, optimizers=self.optimizers | self.earlier_optimizers, run=self.run)
+
+    @property
+    def merged(self) -> LayerSample:
+        """The same in one, for ranks to exchange: what is not new adds nothing to counters."""
+        parameters = (*self.parameters, *(reading.counted() for reading in self.earlier_parameters))
+        activations = (*self.activations, *(replace(site, nonfinite=0.0) for site in self.earlier_activations))
+        return LayerSample(parameters, activations, optimizers=self.optimizers, earlier_optimizers=self.earlier_optimizers)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSample:
+    """A sampled step after the ranks have met."""
+
+    step: int
+    """The global step."""
+    grad_norm: float | None
+    """Norm before clipping, where known."""
+    own: LayerSample
+    """What this rank exports of the run's layers, reduced over the ranks."""
+    local: LayerSample | None
+    """What this rank measured of its own shards, if that is exported too."""
+    local_weight_squared: float | None = None
+    """Sum of squares of all weights that this rank holds; None where there is one rank only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +202,10 @@ class StepRecord:
     """What was measured, if this was a sampled step."""
     also_skipped: int = 0
     """Steps of other optimizers, or of a moment before, that the gradient scaler skipped beside this one, which happened."""
+    attempt: int = 0
+    """Number of the step among all that were attempted, skipped ones too: equal on all ranks."""
+    sampled: bool = False
+    """Whether this step was to be measured; the sample is missing where it was skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +218,18 @@ class MicroBatches:
 
 
 @dataclass(frozen=True, slots=True)
+class CoveredParameter:
+    """A trainable parameter."""
+
+    name: str
+    elements: int
+    """Of all its shards."""
+    layer: Layer | None
+    optimizer: int | None
+    """Which optimizer's sampled steps look at it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """What of the model is monitored; changes when parameters are frozen or thawed."""
 
@@ -160,3 +238,4 @@ class Coverage:
     layers: tuple[Layer, ...]
     sites: tuple[tuple[str, int], ...]
     """Layer and depth of each activation site."""
+    parameters: tuple[CoveredParameter, ...] = ()

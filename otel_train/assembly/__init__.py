@@ -8,11 +8,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from otel_train.assembly.layer import gradient_norm, samples_of
+from otel_train.assembly.coverage import CoverageWatch
+from otel_train.assembly.layer import local_samples_of, root, run_samples_of, run_sums, samples_of
 from otel_train.assembly.schedule import SchedulePeak
-from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, run, throughput
+from otel_train.assembly.state import RunState
+from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, parameters, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
-from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, LayerSample, MicroBatches, ParameterReading, StepRecord
+from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, MicroBatches, ParameterReading, RankSample, StepRecord
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
 
 _MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
@@ -49,6 +51,21 @@ class RunFacts:
     peak_flops_source: str
     parts: tuple[str, ...]
     """Names of the monitor's parts, whose cost and errors are counted."""
+    layers_on: str = "owner"
+    """``all``: every rank exports what it holds of each layer too."""
+    leads_run: bool = True
+    """This rank exports the values of the whole run."""
+    leads_replica: bool = True
+    """This rank counts tokens and FLOPs for all ranks that work on the same tokens."""
+    replica_ranks: int = 1
+    """Ranks that work on the same tokens."""
+    forward_is_own: bool = True
+    """No forward pass waits for other ranks, so that its time tells ranks apart."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks: those whose tokens add up."""
+        return max(self.world_size // self.replica_ranks, 1)
 
 
 @dataclass(slots=True)
@@ -125,16 +142,36 @@ class Assembler:
         self._layer_nonfinite: Counter[tuple[str, int, str]] = Counter()
         self._magnitudes: dict[Layer, _Histogram] = {}
         self._coverage = Coverage(0, 0, (), ())
-        self._monitored = 0
+        self._watch = CoverageWatch()
         self._peaks: defaultdict[tuple[str, str], SchedulePeak] = defaultdict(SchedulePeak)
 
-    def restore(self, step: int, tokens_seen: int) -> None:
-        """Go on from a checkpoint's step and tokens."""
-        self.step, self.tokens_seen = step, tokens_seen
+    def state(self) -> RunState:
+        """Return what a checkpoint should carry."""
+        peaks = ((*labels, peak.largest) for labels, peak in list(self._peaks.items()))
+        return RunState(
+            self.step,
+            self.tokens_seen,
+            self._facts.replicas,
+            self._smooth.state,
+            self._loss_spikes.window,
+            self._norm_spikes.window,
+            tuple(row for row in peaks if math.isfinite(row[2])),
+        )
+
+    def restore(self, state: RunState) -> None:
+        """Go on from a checkpoint, of this world size or another."""
+        self.step, self.tokens_seen = state.step, state.tokens_on(self._facts.replicas)
+        self._smooth.restore(*state.smoothed_loss)
+        self._loss_spikes.restore(state.loss_window)
+        self._norm_spikes.restore(state.grad_norm_window)
+        self._peaks.clear()
+        for optimizer, group, largest in state.schedule_peaks:
+            self._peaks[optimizer, group].restore(largest)
 
     def cover(self, coverage: Coverage) -> None:
         """Take what is monitored from now on, and start its counters at 0."""
         self._coverage = coverage
+        self._watch.cover(coverage)
         for layer in coverage.layers:
             for source in ("gradient", "parameter"):
                 self._layer_nonfinite[layer.name, layer.depth, source] += 0
@@ -170,12 +207,15 @@ class Assembler:
             self._peaks[group.optimizer, group.param_group].add(group.learning_rate, group.peak_learning_rate)
         if record.duration is not None:
             self._add_duration(record.duration, record.tokens)
-        norm = record.grad_norm
+        if record.grad_norm is not None and not record.skipped:
+            self._look_for_spike(record.grad_norm)
         if record.sample is not None:
-            self._add_sample(record.sample, record.grad_norm)
-            if norm is None and record.sample.parameters:
-                norm = gradient_norm(record.sample.shown)
-        if norm is not None and not record.skipped and self._norm_spikes.is_spike(norm):
+            own = replace(record.sample, run=run_sums(record.sample.shown.parameters))
+            local = record.sample if self._facts.layers_on == "all" else None
+            self.add_sample(RankSample(self.step, record.grad_norm, own, local))
+
+    def _look_for_spike(self, norm: float) -> None:
+        if self._norm_spikes.is_spike(norm):
             self._spikes[gradients.GRAD_NORM_SPIKES, self._schedule_phase()] += 1
 
     def _add_tokens(self, record: StepRecord) -> None:
@@ -203,9 +243,13 @@ class Assembler:
         self._durations.total += seconds
         self._recent.append((seconds, tokens))
 
-    def _add_sample(self, sample: LayerSample, grad_norm: float | None) -> None:
-        self._sampled_step = self.step
-        self._monitored = sum(reading.sums.elements for reading in sample.shown.parameters)
+    def add_sample(self, taken: RankSample) -> None:
+        """Take what a sampled step measured, after the ranks have met where there are several."""
+        sample = taken.own
+        self._sampled_step = taken.step
+        self._watch.add(sample)
+        if taken.grad_norm is None and sample.run is not None:
+            self._look_for_spike(root(sample.run.gradient_squared))
         for reading in sample.parameters:
             self._add_nonfinite(reading)
             if reading.histogram is not None and reading.sums.magnitudes is not None:
@@ -215,7 +259,11 @@ class Assembler:
         for site in sample.activations:
             self._nonfinite["activation"] += int(site.nonfinite)
             self._layer_nonfinite[site.layer, site.depth, "activation"] += int(site.nonfinite)
-        self._sampled = (*samples_of(sample.shown, grad_norm), *self._histogram_samples())
+        of_run = run_samples_of(sample.run, taken.grad_norm) if sample.run is not None and self._facts.leads_run else ()
+        of_shards = local_samples_of(taken.local.shown) if taken.local is not None else ()
+        if taken.local_weight_squared is not None:
+            of_shards = (Sample(parameters.LOCAL_PARAM_NORM, (), root(taken.local_weight_squared)), *of_shards)
+        self._sampled = (*of_run, *samples_of(sample.shown), *of_shards, *self._histogram_samples())
 
     def _add_nonfinite(self, reading: ParameterReading) -> None:
         for source, count in (
@@ -262,7 +310,7 @@ class Assembler:
             yield Sample(spec, (), self._counts[spec])
         if self._sampled_step is not None:
             yield Sample(run.SAMPLED_STEP, (), self._sampled_step)
-        if self.tokens_seen:
+        if self.tokens_seen and self._facts.leads_replica:
             yield Sample(run.TOKENS_SEEN, (), self.tokens_seen)
         if self._last is None:
             return
@@ -307,13 +355,10 @@ class Assembler:
     def _throughput_samples(self, live: LiveState) -> Iterator[Sample]:
         yield Sample(throughput.STEP_DURATION, (), self._durations.value(_DURATION_BOUNDS))
         yield Sample(throughput.DATA_WAIT_SECONDS, (), self._seconds[throughput.DATA_WAIT_SECONDS])
-        if self._seconds[throughput.FORWARD_SECONDS]:
+        if self._seconds[throughput.FORWARD_SECONDS] and self._facts.forward_is_own:
             yield Sample(throughput.FORWARD_SECONDS, (), self._seconds[throughput.FORWARD_SECONDS])
-        yield Sample(throughput.TOKENS, (), self._counts[throughput.TOKENS])
-        yield Sample(throughput.SAMPLES, (), self._counts[throughput.SAMPLES])
-        if self._model_flops is not None:
-            yield Sample(throughput.MODEL_FLOPS, (), self._model_flops)
-        yield from self._rates()
+        if self._facts.leads_replica:
+            yield from self._replica_samples()
         for spec in (
             throughput.MEMORY_ALLOCATED,
             throughput.MEMORY_RESERVED,
@@ -322,6 +367,14 @@ class Assembler:
         ):
             if spec.name in live.memory:
                 yield Sample(spec, (), live.memory[spec.name])
+
+    def _replica_samples(self) -> Iterator[Sample]:
+        """Yield what the ranks that work on the same tokens have in common."""
+        yield Sample(throughput.TOKENS, (), self._counts[throughput.TOKENS])
+        yield Sample(throughput.SAMPLES, (), self._counts[throughput.SAMPLES])
+        if self._model_flops is not None:
+            yield Sample(throughput.MODEL_FLOPS, (), self._model_flops)
+        yield from self._rates()
 
     def _rates(self) -> Iterator[Sample]:
         peak = self._facts.peak_flops
@@ -334,15 +387,13 @@ class Assembler:
         yield Sample(throughput.TOKENS_PER_SECOND, (), tokens / seconds)
         per_token = self._flops_per_token(self._last.sequence_length) if self._last else None
         if peak is not None and per_token is not None:
-            yield Sample(throughput.MFU, (), per_token * tokens / seconds / peak)
+            yield Sample(throughput.MFU, (), per_token * tokens / seconds / (peak * self._facts.replica_ranks))
 
     def _monitor_samples(self, live: LiveState) -> Iterator[Sample]:
         for part in self._facts.parts:
             yield Sample(monitor.MONITOR_SECONDS, (part,), live.monitor_seconds.get(part, 0.0))
         for part in self._facts.parts:
             yield Sample(monitor.MONITOR_ERRORS, (part,), live.monitor_errors.get(part, 0))
-        if self._sampled_step is not None:
-            yield Sample(monitor.MONITORED_PARAMETERS, (), self._monitored)
-        yield Sample(monitor.TRAINABLE_PARAMETERS, (), self._coverage.trainable_parameters)
+        yield from self._watch.samples()
         yield Sample(monitor.EVERY_N_STEPS, (), self._facts.every_n_steps)
         yield Sample(monitor.DROPPED_SERIES, (), self._coverage.dropped_layers * _LAYER_GAUGES)

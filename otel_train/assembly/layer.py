@@ -5,43 +5,81 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 
 from otel_train.catalog import activations as act
 from otel_train.catalog import gradients, parameters, updates
-from otel_train.records import ActivationReading, Layer, LayerSample, ParameterReading
+from otel_train.records import ActivationReading, Layer, LayerSample, ParameterReading, RunSums
 from otel_train.snapshot import Sample
 
 
-def samples_of(sample: LayerSample, grad_norm: float | None) -> Iterator[Sample]:
-    """Yield the values of a sampled step.
-
-    Args:
-        sample: What was measured.
-        grad_norm: The norm before clipping, where it is known.
-    """
-    if grad_norm is not None:
-        yield Sample(gradients.GRAD_NORM, ("pre_clip",), grad_norm)
-    if sample.parameters:
-        yield Sample(gradients.GRAD_NORM, ("post_clip",), gradient_norm(sample))
-        yield Sample(parameters.PARAM_NORM, (), root(sum(r.sums.weight_squared for r in sample.parameters)))
-    total = update_ratio(sample.parameters)
-    if total is not None:
-        yield Sample(updates.UPDATE_RATIO, (), total)
-    ratios: dict[Layer, float] = {}
+def samples_of(sample: LayerSample) -> Iterator[Sample]:
+    """Yield the values of layers in a sampled step."""
+    median = sample.run.median_ratio if sample.run is not None else None
     for layer, members in _by_layer(sample.parameters).items():
         yield from _layer_gauges(layer, members)
         ratio = update_ratio(members)
-        if ratio is not None:
-            ratios[layer] = ratio
-    yield from _relative_speeds(ratios)
+        if ratio is not None and median is not None and median != 0:
+            yield Sample(updates.LAYER_RELATIVE_SPEED, layer.labels, ratio / median)
     for labels, sites in _by_site(sample.activations).items():
         yield from _activation_gauges(labels, sites)
 
 
-def gradient_norm(sample: LayerSample) -> float:
-    """Return the L2 norm of the whole gradient as the optimizer used it."""
-    return root(sum(reading.sums.gradient_squared for reading in sample.parameters))
+def run_samples_of(run: RunSums, grad_norm: float | None) -> Iterator[Sample]:
+    """Yield the values of the whole run in a sampled step.
+
+    Args:
+        run: Sums over all ranks.
+        grad_norm: The norm before clipping, where it is known.
+    """
+    if grad_norm is not None:
+        yield Sample(gradients.GRAD_NORM, ("pre_clip",), grad_norm)
+    yield Sample(gradients.GRAD_NORM, ("post_clip",), root(run.gradient_squared))
+    yield Sample(parameters.PARAM_NORM, (), root(run.weight_squared))
+    if run.update_squared is not None and run.updated_weight_squared != 0:
+        yield Sample(updates.UPDATE_RATIO, (), root(run.update_squared / run.updated_weight_squared))
+    if run.replica_divergence is not None:
+        yield Sample(parameters.REPLICA_DIVERGENCE, (), run.replica_divergence)
+
+
+def local_samples_of(sample: LayerSample) -> Iterator[Sample]:
+    """Yield what a rank measured of its own shards."""
+    for layer, members in _by_layer(sample.parameters).items():
+        yield Sample(gradients.LOCAL_LAYER_GRAD_NORM, layer.labels, root(sum(m.sums.gradient_squared for m in members)))
+        yield Sample(parameters.LOCAL_LAYER_PARAM_NORM, layer.labels, root(sum(m.sums.weight_squared for m in members)))
+        ratio = update_ratio(members)
+        if ratio is not None:
+            yield Sample(updates.LOCAL_LAYER_UPDATE_RATIO, layer.labels, ratio)
+
+
+def run_sums(parameters: Sequence[ParameterReading]) -> RunSums | None:
+    """Add up all parameters of the run; None where nothing was measured."""
+    if not parameters:
+        return None
+    measured = [reading.sums for reading in parameters if reading.sums.update_squared is not None]
+    return RunSums(
+        gradient_squared=sum(reading.sums.gradient_squared for reading in parameters),
+        weight_squared=sum(reading.sums.weight_squared for reading in parameters),
+        update_squared=sum(sums.update_squared or 0.0 for sums in measured) if measured else None,
+        updated_weight_squared=sum(sums.weight_squared for sums in measured),
+        median_ratio=_median_ratio(parameters),
+    )
+
+
+def _median_ratio(parameters: Sequence[ParameterReading]) -> float | None:
+    found = [(layer.kind, update_ratio(members)) for layer, members in _by_layer(parameters).items()]
+    return median_ratio([(kind, ratio) for kind, ratio in found if ratio is not None])
+
+
+def median_ratio(ratios: Sequence[tuple[str, float]]) -> float | None:
+    """Return the median of the layers' finite update ratios: of matrices where there are any, NaN where none is finite.
+
+    Args:
+        ratios: Kind and update ratio of each layer.
+    """
+    chosen = [ratio for kind, ratio in ratios if kind == "matrix"] or [ratio for _, ratio in ratios]
+    finite = [ratio for ratio in chosen if math.isfinite(ratio)]
+    return statistics.median(finite) if finite else (math.nan if ratios else None)
 
 
 def root(squared: float) -> float:
@@ -92,15 +130,6 @@ def _layer_gauges(layer: Layer, members: list[ParameterReading]) -> Iterator[Sam
     if elements and all(s.changed is not None for s in sums):
         # sampled elements can stand for a few too many
         yield Sample(updates.LAYER_CHANGED_RATIO, labels, min(sum(s.changed or 0.0 for s in sums) / elements, 1.0))
-
-
-def _relative_speeds(ratios: Mapping[Layer, float]) -> Iterator[Sample]:
-    matrices = [ratio for layer, ratio in ratios.items() if layer.kind == "matrix"]
-    finite = [ratio for ratio in (matrices or ratios.values()) if math.isfinite(ratio)]
-    median = statistics.median(finite) if finite else math.nan
-    for layer, ratio in ratios.items():
-        if median != 0:
-            yield Sample(updates.LAYER_RELATIVE_SPEED, layer.labels, ratio / median)
 
 
 def _activation_gauges(labels: tuple[str, str, str], members: list[ActivationReading]) -> Iterator[Sample]:

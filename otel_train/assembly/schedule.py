@@ -21,6 +21,15 @@ class SchedulePeak:
         self._largest = max(self._largest, rate)
 
     @property
+    def largest(self) -> float:
+        """The largest rate seen; given back by ``restore``."""
+        return self._largest
+
+    def restore(self, largest: float) -> None:
+        """Go on with what was seen before; whether the rate still rises, the next one shows."""
+        self._largest, self._rising = largest, True
+
+    @property
     def value(self) -> float | None:
         """The peak; None while an undeclared rate still rises, and where there is no rate at all."""
         if self._declared:

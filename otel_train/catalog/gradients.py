@@ -55,3 +55,9 @@ LAYER_GRAD_MAGNITUDE = histogram(
     note="Cumulative over sampled steps. Sampled elements stand for all of their tensor. One histogram a block by default; "
     "matrices and embeddings only. NaN is not counted here but in `otel_train_layer_nonfinite_total`.",
 )
+LOCAL_LAYER_GRAD_NORM = gauge(
+    "otel_train.local_layer.grad_norm",
+    "L2 norm of the gradient of the layer's parameters that this rank holds.",
+    labels=LAYER_LABELS,
+    note='With `layers_on="all"`, and where ranks could not meet. Of a partial gradient: of this rank\'s summand.',
+)

@@ -7,7 +7,7 @@ MONITOR_SECONDS = counter(
     "Time that the monitor took.",
     unit="s",
     labels=("part",),
-    note="Host clock in the training thread by part; `export` is the processor time of the monitor's own thread.",
+    note="Host clock in the training thread by part; `export` and `ranks` are processor times of the monitor's own threads.",
 )
 MONITOR_ERRORS = counter(
     "otel_train.monitor.errors",
@@ -20,13 +20,31 @@ MONITORED_PARAMETERS = gauge(
     "Parameter elements whose gradient was read on the last sampled step.",
     unit="{element}",
     reduction=Reduction.SUM,
-    note="Less than `otel_train_trainable_parameters`: some layer gets no gradient.",
+    note="Less than `otel_train_trainable_parameters`: some layer gets no gradient. Of several optimizers, each one's last sampled "
+    "step counts. No series where `attach` was given no optimizer.",
 )
 TRAINABLE_PARAMETERS = gauge(
     "otel_train.trainable_parameters",
     "Parameter elements that require a gradient, tied ones once.",
     unit="{element}",
     reduction=Reduction.SUM,
+)
+LAYERS_WITHOUT_GRADIENT = gauge(
+    "otel_train.layers_without_gradient",
+    "Layers that require a gradient and had none at all on the last sampled step.",
+    unit="{layer}",
+    reduction=Reduction.SUM,
+    note="As `otel_train_monitored_parameters`. Such a layer has no layer series. Frozen ones do not count; an expert that no "
+    "token was routed to does, for a step. After 3 samples in a row the parameters are named by the logger `otel_train`.",
+)
+SILENT_ACTIVATION_MODULES = gauge(
+    "otel_train.silent_activation_modules",
+    "Activation modules that have shown no value since `attach`.",
+    unit="{module}",
+    reduction=Reduction.SUM,
+    note="From the first sampled step on; no series where no module is watched. Their hooks never fired (unused, compiled before "
+    "`attach`, not called by the model's own forward in training), or never saw a floating-point tensor. Named in the log after 3 "
+    "samples.",
 )
 EVERY_N_STEPS = gauge("otel_train.every_n_steps", "Steps between samples.", reduction=Reduction.SAME)
 DROPPED_SERIES = gauge(

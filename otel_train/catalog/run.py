@@ -49,7 +49,8 @@ TOKENS_SEEN = gauge(
     "Tokens trained on so far.",
     unit="{token}",
     reduction=Reduction.SUM,
-    note="Restored as `otel_train_step` is. No series until `observe(tokens=…)` is called.",
+    note="Restored as `otel_train_step` is; on another number of ranks so that the sum over ranks goes on. No series until "
+    "`observe(tokens=…)` is called.",
 )
 STEPS = counter("otel_train.steps", "Optimizer steps that happened, in this process.", reduction=Reduction.SAME)
 MICRO_BATCHES = counter(

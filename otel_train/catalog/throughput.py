@@ -12,7 +12,8 @@ FORWARD_SECONDS = counter(
     "otel_train.forward",
     "Time in the model's forward passes in training.",
     unit="s",
-    note="Host clock, so on the CPU only: on an accelerator it would measure the launch. Not under whole-model torch.compile.",
+    note="Host clock, so on the CPU only: on an accelerator it would measure the launch. Not under whole-model torch.compile, "
+    "and not where the model is spread over ranks: there a forward waits for the slowest of them, and tells no rank from another.",
 )
 DATA_WAIT_SECONDS = counter(
     "otel_train.data_wait",

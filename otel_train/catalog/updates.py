@@ -35,3 +35,9 @@ LAYER_RELATIVE_SPEED = gauge(
     reduction=Reduction.SAME,
     note="The median is over matrices where there are any.",
 )
+LOCAL_LAYER_UPDATE_RATIO = gauge(
+    "otel_train.local_layer.update_ratio",
+    "Update ratio of the layer's parameters that this rank holds.",
+    labels=LAYER_LABELS,
+    note='With `layers_on="all"`, and where ranks could not meet.',
+)

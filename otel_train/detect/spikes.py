@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 
 WINDOW, LEAST, SIGMAS = 128, 64, 6.0
 """OLMo-core's SkipStepOptimizer: 128 values, 6 standard deviations. We say nothing before 64 values."""
@@ -21,6 +22,15 @@ class SpikeDetector:
     def __init__(self, *, logarithmic: bool) -> None:
         self._logarithmic = logarithmic
         self._window: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def window(self) -> tuple[float, ...]:
+        """What values are compared with, as it is compared; given back by ``restore``."""
+        return tuple(self._window)
+
+    def restore(self, window: Iterable[float]) -> None:
+        """Go on with a window of before."""
+        self._window = deque(window, maxlen=WINDOW)
 
     def is_spike(self, value: float) -> bool:
         """Take a value and say whether it stands out; non-finite values are no spikes and do not enter the window."""
@@ -57,6 +67,15 @@ class Smoothed:
 
     def __init__(self, decay: float = 0.99) -> None:
         self._decay, self._sum, self._weight = decay, 0.0, 0.0
+
+    @property
+    def state(self) -> tuple[float, float]:
+        """Weighted sum and sum of the weights; given back by ``restore``."""
+        return self._sum, self._weight
+
+    def restore(self, total: float, weight: float) -> None:
+        """Go on with a state of before."""
+        self._sum, self._weight = total, weight
 
     def add(self, value: float) -> float:
         """Take a value and return the average; NaN for a non-finite value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from otel_train.catalog import MetricSpec, loss, run, throughput
+from otel_train.catalog import MetricSpec, loss, parameters, run, throughput
 from otel_train.catalog.updates import TOLERATED_LOG10
 from otel_train.errors import CatalogError
 from otel_train.generate import recording
@@ -13,6 +13,9 @@ from otel_train.generate.time_base import TimeBase
 
 SEVERITIES = ("critical", "warning", "info")
 """By what people must do: act now; look at it today; know it when they look at something else."""
+DIVERGED = 1e-6
+"""Relative difference of replicas' norms. Those that compute the same have none at all; one update that only some of them made is a
+thousandth of the weights, and changes their norm by the square of that at least."""
 MISSED_STEPS = 20
 """So many times the mean step without a step are too long, whatever the time base says."""
 
@@ -44,7 +47,7 @@ class Alert:
 
 
 def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
-    """Return the alerts on a time base: availability, the loss, the learning rate, layers."""
+    """Return the alerts on a time base: availability, the loss, the learning rate, layers, replicas, coverage."""
     return (
         _exporter_absent(time_base),
         _steps_stalled(time_base),
@@ -52,6 +55,8 @@ def alerts(time_base: TimeBase) -> tuple[Alert, ...]:
         _update_ratio_low(time_base),
         _update_ratio_high(time_base),
         _layer_stalled(time_base),
+        _replicas_diverged(time_base),
+        _coverage_low(time_base),
     )
 
 
@@ -164,6 +169,47 @@ def _layer_stalled(time_base: TimeBase) -> Alert:
         """,
         hold_for=time_base.patience,
     )
+
+
+def _replicas_diverged(time_base: TimeBase) -> Alert:
+    return Alert(
+        "OtelTrainReplicasDiverged",
+        "critical",
+        _active(f"{merged('max', series(parameters.REPLICA_DIVERGENCE))} > {DIVERGED:g}"),
+        "Ranks that should hold the same weights do not.",
+        """
+        Weights of run {{ $labels.run }} that are replicas of one another differ by {{ printf "%.2g" $value }} of their norm, so its
+        data-parallel ranks train different models. Compare otel_train_local_param_norm between ranks to find the one that is off,
+        take its host out, and go on from a checkpoint of before: see since when otel_train_replica_divergence_ratio is above 0.
+        """,
+        hold_for=time_base.patience,
+    )
+
+
+def _coverage_low(time_base: TimeBase) -> Alert:
+    gradients = f"{recording.COVERAGE_LOW}\nand on (job, run)\n  {recording.held(recording.UNCOVERED_SINCE)}"
+    activations = f"{recording.SOME_SILENT}\nand on (job, run)\n  {recording.held(recording.SILENT_SINCE)}"
+    return Alert(
+        "OtelTrainCoverageLow",
+        "warning",
+        _active(f"(\n{_about('gradient', gradients)}\nor\n{_about('activation', activations)}\n)"),
+        "A part of the model is not seen by the monitor, or takes no part in the training.",
+        """
+        {{ if eq $labels.source "gradient" }}Only {{ $value | humanizePercentage }} of the trainable elements of run
+        {{ $labels.run }} had a gradient when their optimizer stepped. What has none does not learn, and has no series: look in the
+        training's log (logger otel_train) which parameters they are, mend what cuts them off from the loss, or freeze them with
+        requires_grad_(False).{{ else }}{{ $value }} activation modules of run {{ $labels.run }} have shown no value since attach,
+        so no alert on activations can see them. Their names are in the training's log (logger otel_train): attach before the first
+        compiled call, train by the model's own forward, or leave modules that are not used out with activations=(…).{{ end }}
+        """,
+        hold_for=time_base.patience,
+    )
+
+
+def _about(source: str, condition: str) -> str:
+    """Say in a label which of an alert's conditions holds."""
+    indented = condition.replace("\n", "\n    ")
+    return f'  label_replace(\n    {indented},\n    "source", "{source}", "", ""\n  )'
 
 
 def _active(condition: str) -> str:

@@ -11,6 +11,9 @@ from otel_train.generate.time_base import HELD_SAMPLES, HELD_STEPS, TimeBase
 
 STALLED_RATIO, STALLED_SPEED = 1e-6, 1e-2
 """A layer is stalled below this update ratio, if it is also so much slower than the median layer."""
+LOW_COVERAGE = 0.99
+"""Share of the trainable elements with a gradient below which something is missing: a block of a deep model is more than a
+hundredth, the pooler that nobody uses is less."""
 NO_LEARNING_RATE, NEAR_PEAK = 0.01, 0.1
 """Share of the peak learning rate below which a layer may stand still, and above which update ratios are judged. Late in a long run
 they fall with the root of the rate only (random walk against weight decay): divided by a small share they would look too high."""
@@ -40,6 +43,10 @@ MEDIAN_AT_PEAK = "run:otel_train_layer_update_ratio_at_peak_log10:median"
 STALLED_SINCE = "run_layer:otel_train_sampled_step:stalled_since"
 LOW_SINCE = "run:otel_train_sampled_step:update_ratio_low_since"
 HIGH_SINCE = "run:otel_train_sampled_step:update_ratio_high_since"
+COVERAGE = "run:otel_train_monitored_parameters:ratio"
+SILENT = "run:otel_train_silent_activation_modules:sum"
+UNCOVERED_SINCE = "run:otel_train_sampled_step:coverage_low_since"
+SILENT_SINCE = "run:otel_train_sampled_step:activations_silent_since"
 
 LAYER_STALLED = f"""\
 (
@@ -51,11 +58,13 @@ and
   {LAYER_RATIO} / on (job, run) group_left () {MEDIAN_RATIO} <= {STALLED_SPEED:g}"""
 RATIO_LOW = f"{MEDIAN_AT_PEAK} < {TOLERATED_LOG10[0]:g}"
 RATIO_HIGH = f"{MEDIAN_AT_PEAK} > {TOLERATED_LOG10[1]:g}"
+COVERAGE_LOW = f"{COVERAGE} < {LOW_COVERAGE:g}"
+SOME_SILENT = f"{SILENT} > 0"
 
 
 def recording_rules(time_base: TimeBase) -> tuple[RecordingRule, ...]:
     """Return the rules in the order in which they build on each other."""
-    return (*_of_the_run(time_base), *_of_update_ratios(), *_of_steps())
+    return (*_of_the_run(time_base), *_of_update_ratios(), *_of_coverage(), *_of_steps())
 
 
 def held(since: str) -> str:
@@ -131,21 +140,26 @@ def _of_update_ratios() -> tuple[RecordingRule, ...]:
     )
 
 
+def _of_coverage() -> tuple[RecordingRule, ...]:
+    covered, trainable = (merged("sum", series(spec)) for spec in (monitor.MONITORED_PARAMETERS, monitor.TRAINABLE_PARAMETERS))
+    return (
+        RecordingRule(COVERAGE, f"{covered}\n/\n{trainable}", "Share of the trainable elements that had a gradient."),
+        RecordingRule(SILENT, merged("sum", series(monitor.SILENT_ACTIVATION_MODULES)), "Activation modules that showed no value."),
+    )
+
+
 def _of_steps() -> tuple[RecordingRule, ...]:
+    of_the_run = f"{SAMPLED_STEP} and on (job, run) ({{}})"
     return (
         RecordingRule(
             STALLED_SINCE,
             _since(STALLED_SINCE, LAYER_STALLED, "({}) * 0 + on (job, run) group_left () " + SAMPLED_STEP),
             "Sampled step at which the layer was first seen stalled, while it still is.",
         ),
-        RecordingRule(
-            LOW_SINCE,
-            _since(LOW_SINCE, RATIO_LOW, f"{SAMPLED_STEP} and on (job, run) ({{}})"),
-            "The same for a median that is too low.",
-        ),
-        RecordingRule(
-            HIGH_SINCE, _since(HIGH_SINCE, RATIO_HIGH, f"{SAMPLED_STEP} and on (job, run) ({{}})"), "And for one that is too high."
-        ),
+        RecordingRule(LOW_SINCE, _since(LOW_SINCE, RATIO_LOW, of_the_run), "The same for a median that is too low."),
+        RecordingRule(HIGH_SINCE, _since(HIGH_SINCE, RATIO_HIGH, of_the_run), "And for one that is too high."),
+        RecordingRule(UNCOVERED_SINCE, _since(UNCOVERED_SINCE, COVERAGE_LOW, of_the_run), "For elements without a gradient."),
+        RecordingRule(SILENT_SINCE, _since(SILENT_SINCE, SOME_SILENT, of_the_run), "For activation modules without a value."),
     )
 
 

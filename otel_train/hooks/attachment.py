@@ -20,7 +20,7 @@ from otel_train.hooks.parameters import ParameterMeter
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Meters, Recorder
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
-from otel_train.records import Coverage
+from otel_train.records import Coverage, CoveredParameter
 from otel_train.sampling import Sampler
 
 _LOG = logging.getLogger("otel_train")
@@ -122,7 +122,7 @@ class Attachment:
         self._signature = tuple(p.requires_grad for p in self._parameters)
         self._group_signatures = {id(optimizer): _signature(optimizer) for optimizer in self._live_optimizers().values()}
         self._meters = self._make_meters(layer_map)
-        layers = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None)
+        layers, owners = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None), self._owners()
         self._cover(
             Coverage(
                 # a complex element is two real ones, here as in every sum
@@ -130,11 +130,18 @@ class Attachment:
                 dropped_layers=layer_map.dropped_layers,
                 layers=tuple(layers),
                 sites=tuple((site.layer, site.depth) for site in layer_map.sites),
+                parameters=tuple(
+                    CoveredParameter(p.name, p.tensor.numel() * (1 + p.tensor.is_complex()), p.layer, owners(p.tensor))
+                    for p in layer_map.parameters
+                ),
             )
         )
 
-    def _make_meters(self, layer_map: LayerMap) -> Meters:
-        """Give each optimizer a meter for its parameters; those in no optimizer go with the first, so that they show as unmoved."""
+    def _owners(self) -> Callable[[torch.Tensor], int | None]:
+        """Return what tells the ``id`` of the optimizer whose steps look at a parameter.
+
+        Parameters in no optimizer go with the first, so that they show as unmoved; None where there is no optimizer at all.
+        """
         live = self._live_optimizers().values()
         owners = {
             id(parameter): id(optimizer)
@@ -142,11 +149,17 @@ class Attachment:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        ids = [id(optimizer) for optimizer in live]
-        members: dict[int, list[MonitoredParameter]] = {i: [] for i in ids}
+        first = next((id(optimizer) for optimizer in live), None)
+        return lambda parameter: owners.get(id(parameter), first)
+
+    def _make_meters(self, layer_map: LayerMap) -> Meters:
+        """Give each optimizer a meter for its parameters."""
+        owner = self._owners()
+        members: dict[int, list[MonitoredParameter]] = {id(optimizer): [] for optimizer in self._live_optimizers().values()}
         for parameter in layer_map.parameters:
-            if ids:
-                members[owners.get(id(parameter.tensor), ids[0])].append(parameter)
+            optimizer = owner(parameter.tensor)
+            if optimizer is not None:
+                members[optimizer].append(parameter)
         return {i: ParameterMeter(found, self._config.updates, self._guard, self._samplers) for i, found in members.items()}
 
     def remove(self) -> None:
@@ -158,7 +171,9 @@ class Attachment:
                 handle.remove()
         self._handles, self._meters, self._parameters = [], {}, []
         self.recorder.remeasure, self.recorder.activations = None, None
-        self.gate.active = self.gate.sample = False
+        self.gate.sample = False
+        self.gate.shut()
+        self.gate.rest()
         self.recorder.release()
 
 

@@ -12,6 +12,7 @@ from otel_train.hooks.shape_group import ShapeGroup
 from otel_train.layers import MonitoredParameter
 from otel_train.records import ParameterReading
 from otel_train.sampling import Sampler, plan
+from otel_train.shards import is_partial, is_readable, local
 
 Decode = Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
 
@@ -92,15 +93,16 @@ class ParameterMeter:
 
     def _regroup(self) -> None:
         """Group parameters by shape, anew when another set of them has gradients."""
-        present = [p for p in self._parameters if p.tensor.grad is not None]
-        signature = tuple((id(p.tensor), p.tensor.dtype, p.tensor.device, p.tensor.shape) for p in present)
+        present = [p for p in self._parameters if is_readable(p.tensor)]
+        signature = tuple((id(p.tensor), p.tensor.dtype, p.tensor.device, local(p.tensor).shape) for p in present)
         if signature == self._grouped:
             return
         by_shape: defaultdict[tuple[object, ...], list[MonitoredParameter]] = defaultdict(list)
         for parameter in present:
             t = parameter.tensor
             grad_dtype = None if t.grad is None else t.grad.dtype
-            by_shape[t.shape, t.dtype, grad_dtype, t.device, parameter.kind == "embedding"].append(parameter)
+            shape = local(t).shape
+            by_shape[shape, t.dtype, grad_dtype, t.device, parameter.kind == "embedding", is_partial(t.grad)].append(parameter)
         self._groups = [self._group(members) for members in by_shape.values()]
         self._grouped = signature
 
@@ -109,6 +111,7 @@ class ParameterMeter:
         if first.device not in self._samplers:
             self._samplers[first.device] = Sampler(first.device)
         sampler = self._samplers[first.device]
-        shape = (*first.shape, 2) if first.is_complex() else first.shape
+        own = local(first).shape
+        shape = (*own, 2) if first.is_complex() else own
         chosen = plan(shape, embedding=members[0].kind == "embedding", exact=self._updates == "exact")
         return ShapeGroup(members, chosen, sampler, measure_updates=self._updates != "off")

@@ -11,6 +11,7 @@ import torch
 
 from otel_train.readout import Reading, read_out
 from otel_train.records import ActivationReading, GroupSettings, LayerSample, MicroBatches, ParameterReading, StepRecord
+from otel_train.shards import is_partial, local
 
 _GROUP_FACTS = ("learning_rate", "peak_learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
 """The numbers of GroupSettings, in the order of its fields."""
@@ -31,10 +32,14 @@ class Numbers:
             ValueError: A tensor has more elements than one, or none.
             TypeError: It is no number.
         """
+        if is_partial(value):
+            raise ValueError(
+                f"{key}: expected a number or a whole tensor, got one that ranks still have to add up; give full_tensor()"
+            )
         if not isinstance(value, torch.Tensor):
             self._host.setdefault(key, []).append(float(value))
         elif value.numel() == 1:
-            self._device.append((key, value.detach().clone()))  # the loop may write into its own
+            self._device.append((key, local(value).clone()))  # the loop may write into its own
         else:
             raise ValueError(f"{key}: expected a number or a tensor of one element, got shape {tuple(value.shape)}")
 
@@ -115,7 +120,14 @@ class Shown:
         }
         self._last = {key: self._last[key] for key in earlier}
         self._last.update({key: (number, readings) for key, readings in found.items()})
-        return LayerSample(_of_optimizers(found), tuple(found.get(None, ())), _of_optimizers(earlier), tuple(earlier.get(None, ())))
+        return LayerSample(
+            _of_optimizers(found),
+            tuple(found.get(None, ())),
+            _of_optimizers(earlier),
+            tuple(earlier.get(None, ())),
+            frozenset(key for key in found if key is not None),
+            frozenset(key for key in earlier if key is not None),
+        )
 
 
 def _of_optimizers(found: Mapping[int | None, list[Any]]) -> tuple[ParameterReading, ...]:
@@ -163,7 +175,9 @@ class Step:
     """A step as the training thread fills it; once handed over, only the monitor's own thread touches it."""
 
     number: int = 0
-    """Counted from 1, skipped ones too; known when it is handed over."""
+    """Counted from 1 among all that were attempted, skipped ones too; known when it is handed over."""
+    sampled: bool = False
+    """Whether samples fall due at this step, or an optimizer's did at an earlier one."""
     stepped: set[int] = field(default_factory=set)
     """``id`` of the optimizers that have stepped."""
     skips: int = 0
@@ -242,6 +256,8 @@ class Step:
             # what was measured around a step that did not happen says nothing
             sample=self._sample(left_out) if self.samples and self.shown is not None and not skipped else None,
             also_skipped=0 if skipped else self.skips + bool(left_out),
+            attempt=self.number,
+            sampled=self.sampled,
         )
 
     def _sample(self, left_out: Collection[int | None]) -> LayerSample:

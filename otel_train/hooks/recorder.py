@@ -336,6 +336,7 @@ class Recorder:
         step.settings = dict(self._settings)
         if step.parts:
             self._ask(step)
+        step.sampled = bool(step.samples) or self._cadence.is_sampled(self._closed)
         step.numbers.read_out()
         self._emit(step)
 

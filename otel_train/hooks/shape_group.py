@@ -10,16 +10,17 @@ import torch
 from otel_train.layers import MonitoredParameter
 from otel_train.readout import peek
 from otel_train.records import ParameterReading, ParameterSums
-from otel_train.sampling import Draw, Plan, Sampler
+from otel_train.sampling import Draw, Plan, Sampler, wide_dtype
+from otel_train.shards import is_partial, local, local_gradient
 from otel_train.stats import gradients, parameters, updates
-from otel_train.stats.sums import count_nonfinite, sum_and_square_sum, wide_sums
+from otel_train.stats.sums import count_nonfinite, flat, sum_and_square_sum, wide_sums
 
 
 class ShapeGroup:
     """Measures parameters of one shape, type and device in one optimizer step.
 
     Args:
-        members: The parameters; each has a gradient.
+        members: The parameters; each has a gradient. Of sharded ones this rank's shard is measured.
         plan: What is read of each.
         sampler: Draws the elements, where not all are read.
         measure_updates: Whether the change of the weights is measured.
@@ -37,7 +38,7 @@ class ShapeGroup:
         self._suspects = {"gradient": set[int](), "weight": set[int]()}
 
     def _weights(self) -> list[torch.Tensor]:
-        return [member.tensor.detach() for member in self._members]
+        return [local(member.tensor) for member in self._members]
 
     def _draw(self) -> Draw | None:
         return None if self._plan.whole else self._sampler.draw(self._plan)
@@ -48,15 +49,21 @@ class ShapeGroup:
         Args:
             scale: The gradients are this many times too large (a fused optimizer under a GradScaler), () or None.
         """
-        grads = [_gradient(member) for member in self._members]
+        grads = [local_gradient(member.tensor) for member in self._members]
         draw = self._draw()
         sums = sum_and_square_sum(grads)
         self._results["gradient_nonfinite"] = self._settle(grads, sums, "gradient")
         inverse = None if scale is None else scale.to(sums.dtype).reshape(()).reciprocal()
         self._results["gradient"] = sums if inverse is None else sums * torch.stack([inverse, inverse.square()])
+        if self._is_partial():
+            wide = torch.stack([flat(grad) for grad in grads]).to(wide_dtype(sums.device))
+            self._results["partial"] = wide if inverse is None else wide * inverse
         if self._counts_magnitudes:
             sampled = gradients.magnitude_samples(grads, self._plan, draw)
             self._results["magnitudes"] = gradients.magnitudes(sampled if inverse is None else sampled * inverse.float())
+
+    def _is_partial(self) -> bool:
+        return is_partial(self._members[0].tensor.grad)
 
     def read_before(self) -> None:
         """Take the weights' norms, and copy what the update is measured on; after this step's gradients are there."""
@@ -69,7 +76,7 @@ class ShapeGroup:
         if self._reader is None or draw is None:
             self._copies = updates.read_whole(weights)
         else:
-            self._reader.choose_rows([_gradient(member) for member in self._members], draw)
+            self._reader.choose_rows([local_gradient(member.tensor) for member in self._members], draw)
             self._reader.read(weights, draw, after=False)
 
     def read_after(self) -> None:
@@ -123,7 +130,9 @@ class ShapeGroup:
     def _decode(self, numbers: dict[str, Sequence[float]]) -> list[ParameterReading]:
         rows = {name: _split(values, len(self._members)) for name, values in numbers.items()}
         return [
-            ParameterReading(member.layer, member.histogram, self._sums(i, {name: row[i] for name, row in rows.items()}))
+            ParameterReading(
+                member.layer, member.histogram, self._sums(i, {name: row[i] for name, row in rows.items()}), member.name
+            )
             for i, member in enumerate(self._members)
         ]
 
@@ -143,6 +152,7 @@ class ShapeGroup:
             update_relative_error=update.relative_error if update else 0.0,
             magnitudes=magnitudes,
             magnitude_sum=magnitude_sum,
+            partial_gradient=tuple(row["partial"]) if "partial" in row else None,
         )
 
     def _estimate(self, sums: Sequence[float]) -> updates.UpdateEstimate:
@@ -163,13 +173,6 @@ class ShapeGroup:
         # Seen for the first time where the host could not peek: at least one.
         least = 1 if self._deferred and not math.isfinite(total) else 0
         return max(int(counted), least)
-
-
-def _gradient(member: MonitoredParameter) -> torch.Tensor:
-    gradient = member.tensor.grad
-    if gradient is None:  # groups are made of parameters that have one
-        raise RuntimeError(f"{member.name} lost its gradient")
-    return gradient.detach()
 
 
 def _split(values: Sequence[float], parts: int) -> list[Sequence[float]]:

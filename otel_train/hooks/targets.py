@@ -30,11 +30,10 @@ def check_model(model: object) -> None:
             "expected a model that lives on one device, got nn.DataParallel, whose replicas hooks cannot see; "
             "use DistributedDataParallel, or attach to model.module without it"
         )
-    sharded = [name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"]
-    if sharded or type(model).__name__ == "FullyShardedDataParallel":
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise AttachError(
-            f"expected parameters that are whole on each rank, got sharded ones ({sharded[0] if sharded else 'FSDP'}); "
-            "this version would export a shard's values as the layer's, so it exports none"
+            "expected DistributedDataParallel or FSDP2, got FullyShardedDataParallel (FSDP1), whose flat parameters hide layers; "
+            "use torch.distributed.fsdp.fully_shard"
         )
 
 

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from otel_train.sampling import wide_dtype, work_dtype
@@ -13,6 +16,69 @@ ROWS = 32
 """Rows sampled of a call, at most; fewer rows are read whole."""
 SUMS = 6
 """count, sum, sum of squares, zeros, saturated, non-finite"""
+UNITS = 1 << 15
+"""Units of an activation that are watched for being dead, at most."""
+_DEEPEST = 4
+"""Containers within containers that are looked into; what lies deeper is no activation."""
+
+
+def activation_in(value: object) -> torch.Tensor | None:
+    """Return what can be sampled of what a module takes or gives: its first tensor of real or complex numbers.
+
+    A sharded tensor (DTensor) is read where it is: the local part, without a collective. None where there is no such tensor, where
+    it is empty or sparse (its zeros are not there to be sampled), a part of a sum that is yet to be made (Partial), or a view into
+    a nested tensor, which skips elements of its values.
+
+    Args:
+        value: A tensor, or a tuple, list, mapping or dataclass of values.
+    """
+    found = _first_floating(value, _DEEPEST)
+    if found is not None and type(found).__name__ == "DTensor":
+        found = _local(found)
+    if found is not None and found.is_nested:
+        found = _nested_rows(found)
+    if found is None or found.layout is not torch.strided or not found.numel():
+        return None
+    return found
+
+
+def _first_floating(value: object, deepest: int) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value if value.is_floating_point() or value.is_complex() else None
+    if deepest:
+        for part in _parts(value):
+            found = _first_floating(part, deepest - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _local(sharded: torch.Tensor) -> torch.Tensor | None:
+    if any(placement.is_partial() for placement in sharded.placements):  # type: ignore[attr-defined]  # DTensor's
+        return None
+    local: torch.Tensor = sharded.to_local()  # type: ignore[attr-defined]  # DTensor's
+    return local
+
+
+def _nested_rows(nested: torch.Tensor) -> torch.Tensor | None:
+    """Return the rows of a nested tensor, whose shapes the host knows; None if it is a view, or its rows have many lengths."""
+    if not nested.is_contiguous():
+        return None
+    if nested.layout is torch.jagged:
+        values: torch.Tensor = nested.values()
+        return values if values.dim() > 1 else values.unsqueeze(1)
+    widths = {part.shape[-1] for part in nested.unbind()}
+    return nested.values().view(-1, widths.pop()) if len(widths) == 1 else None
 
 
 def sample_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -23,8 +89,13 @@ def sample_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
         offsets: (ROWS,) uniform in [0, 1), where in its stratum a row is.
 
     Returns:
-        (rows, units) in the activation's type.
+        (rows, units) in the activation's type; a complex element is two real ones, here as in every sum.
     """
+    rows = _complex_or_real_rows(activation, offsets)
+    return torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
+
+
+def _complex_or_real_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     if activation.dim() in (4, 5):
         return _sample_positions(activation.flatten(2), offsets)
     rows = activation.flatten(0, -2) if activation.dim() > 1 else activation.reshape(1, -1)

@@ -88,10 +88,16 @@ def transformer_shape(model: nn.Module) -> TransformerShape | None:
     projections of which two, keys and values, have equal shapes and none is wider than the query's (d to a, a to d).
     Mixtures of experts are not counted: which experts a token meets cannot be seen in shapes.
     """
-    widths = [width for module in model.modules() if (width := _attention_width(module)) > 0]
-    if not widths or _has_experts(model):
+    parts = transformer_parts(model)
+    return parts if parts is not None and parts.attention_width else None
+
+
+def transformer_parts(model: nn.Module) -> TransformerShape | None:
+    """Return what a model, or a stage of one, adds to a transformer's shape, attention or not; None for a mixture of experts."""
+    if _has_experts(model):
         return None
-    return TransformerShape(sum(p.numel() for p in _matmul_parameters(model)), sum(widths))
+    widths = sum(_attention_width(module) for module in model.modules())
+    return TransformerShape(sum(p.numel() for p in _matmul_parameters(model)), widths)
 
 
 def _has_experts(model: nn.Module) -> bool:

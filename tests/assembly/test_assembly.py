@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from otel_train.assembly import Assembler, LiveState, RunFacts
+from otel_train.assembly.state import RunState
 from otel_train.catalog import CATALOG, activations, gradients, loss, monitor, run, throughput, updates
 from otel_train.records import (
     MAGNITUDE_EXPONENTS,
@@ -51,7 +52,7 @@ def assemble(*records: StepRecord, live: LiveState | None = None, **facts: Any) 
 
 def sampled(*readings: ParameterReading, activations: tuple[ActivationReading, ...] = ()) -> StepRecord:
     """Return a step that was sampled."""
-    return replace(STEP, sample=LayerSample(readings, activations))
+    return replace(STEP, sample=LayerSample(readings, activations, optimizers=frozenset({1})))
 
 
 def test_a_step_counts_what_it_brought() -> None:
@@ -226,7 +227,7 @@ def test_a_loss_spike_is_counted_in_its_phase() -> None:
 def test_restored_steps_move_gauges_and_not_counters() -> None:
     """rate() over a restored counter would be wrong by orders of magnitude."""
     assembler = Assembler(FACTS, lambda _: None)
-    assembler.restore(500, 10_000)
+    assembler.restore(RunState(500, 10_000))
     assembler.add(STEP)
     shot = assembler.snapshot(LiveState(resumes=1), 0.0)
     assert [shot.value(s) for s in (run.STEP, run.STEPS, run.TOKENS_SEEN, throughput.TOKENS, run.RESUMES)] == [

@@ -37,3 +37,18 @@ def test_a_declared_peak_is_known_at_once() -> None:
     """And a rate that goes beyond it is the new peak."""
     assert peaks(0.01, 0.02, declared=0.3) == [0.3, 0.3]
     assert peaks(0.1, 0.4, 0.2, declared=0.3) == [0.3, 0.4, 0.4]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5, 6])
+def test_a_peak_goes_on_with_what_was_seen_before(cut: int) -> None:
+    """After a resume, in whatever part of the schedule, the same is known as without one."""
+    rates = (0.1, 0.2, 0.3, 0.3, 0.2, 0.4, 0.1)
+    before, after = SchedulePeak(), SchedulePeak()
+    for rate in rates[:cut]:
+        before.add(rate, None)
+    after.restore(before.largest)
+    known = []
+    for rate in rates[cut:]:
+        after.add(rate, None)
+        known.append(after.value)
+    assert known == peaks(*rates)[cut:]

@@ -69,6 +69,15 @@ def layers(ratio: str, count: int = 4, **labels: str) -> list[Series]:
     return [layer(f"h{index}", ratio, **labels) for index in range(count)]
 
 
+def covered(monitored: str, trainable: str = "1000x{n}", *, silent: str = "0x{n}", **labels: str) -> list[Series]:
+    """Return what the monitor sees of the model: elements with a gradient, of all; modules without an activation."""
+    return [
+        series("otel_train_monitored_parameters", monitored, **labels),
+        series("otel_train_trainable_parameters", trainable, **labels),
+        series("otel_train_silent_activation_modules", silent, **labels),
+    ]
+
+
 def scraped(up: str, seconds: str) -> list[Series]:
     """Return what Prometheus notes about scrapes."""
     return [series("up", up), series("scrape_duration_seconds", seconds)]
@@ -103,9 +112,16 @@ def firing(
 
 
 STALLED, LOW, HIGH = "OtelTrainLayerStalled", "OtelTrainUpdateRatioLow", "OtelTrainUpdateRatioHigh"
+COVERAGE, DIVERGED = "OtelTrainCoverageLow", "OtelTrainReplicasDiverged"
 NAN, STEPS, ABSENT = "OtelTrainLossNonFinite", "OtelTrainStepsStalled", "OtelTrainExporterAbsent"
 
-USUAL = [*training(), schedule(), *layers("1e-3x{n}")]
+
+def replicas(divergence: str, **labels: str) -> Series:
+    """Return by how much replicas differ."""
+    return series("otel_train_replica_divergence_ratio", divergence, **labels)
+
+
+USUAL = [*training(), schedule(), *layers("1e-3x{n}"), *covered("1000x{n}"), replicas("0x{n}")]
 """A training with which nothing is wrong."""
 FORGOTTEN = [*USUAL, layer("fc", "0x{n}", group="none")]
 GONE = "1x10 stale"
@@ -116,6 +132,8 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     # what, series, minute, alerts
     "a layer of no optimizer": (FORGOTTEN, 20, {STALLED: 1}),
     "a layer whose group has a learning rate": ([*USUAL, layer("fc", "1e-9x{n}")], 20, {STALLED: 1}),
+    "replicas that differ from some step on": ([*USUAL[:-1], replicas("0x10 1e-4x{n}")], 20, {DIVERGED: 1}),
+    "replicas of which one is not finite": ([*USUAL[:-1], replicas(" ".join(["Inf"] * MINUTES))], 10, {DIVERGED: 1}),
     "an embedding": ([*USUAL, layer("tokens", "0x{n}", kind="embedding")], 20, {STALLED: 1}),
     "nothing that moves at all, at a learning rate that always was 0": ([*training(), *layers("0x{n}")], 20, {LOW: 1}),
     "a layer that stalls later": ([*USUAL, layer("fc", "1e-3x30 0x{n}", group="none")], 50, {STALLED: 1}),
@@ -188,6 +206,21 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
          series("otel_train_run_active", "1x3 stale"), series("otel_train_last_step_timestamp_seconds", "0+60x3 stale"),
          *scraped("1x3 0x10 1x31 0 1x{n}", "0.01x3 0.001x10 0.01x31 10 0.01x{n}")], 45, {ABSENT: 1},
     ),
+    "a block without a gradient": ([*training(), *covered("970x{n}")], 20, {COVERAGE: 1}),
+    "no gradient anywhere": ([*training(), *covered("0x{n}")], 20, {COVERAGE: 1}),
+    "a module whose hook never fired": ([*training(), *covered("1000x{n}", silent="1x{n}")], 20, {COVERAGE: 1}),
+    "both at once, each for itself": ([*training(), *covered("0x{n}", silent="3x{n}")], 20, {COVERAGE: 2}),
+    "a part that loses its gradient later": ([*training(), *covered("1000x30 900x{n}")], 50, {COVERAGE: 1}),
+    "a part without a gradient at one sample in a thousand steps, once there were three more": (
+        [*training(sampled="1000x10 2000x10 3000x10 4000x{n}", every="1000x{n}"), *covered("900x{n}")], 45, {COVERAGE: 1},
+    ),
+    "a stage without a gradient, in a model whose ranks each have another part": (
+        [*training(rank="1", instance="b:1"), *covered("3000x{n}", "3000x{n}"), *covered("0x{n}", rank="1", instance="b:1")], 20, {COVERAGE: 1},
+    ),
+    "ranks of a blind spot whose labels differ, once": (
+        [*(s for rank in "01" for s in [*training(rank=rank, node=f"n{rank}"), *covered("500x{n}", rank=rank, node=f"n{rank}")])], 20, {COVERAGE: 1},
+    ),
+    "the run with a blind spot and not the other": ([*USUAL, *training(run="s"), *covered("500x{n}", run="s")], 20, {COVERAGE: 1}),
     "the sick run and not the healthy one": ([*FORGOTTEN, *training(run="s"), schedule(run="s"), *layers("1e-3x{n}", run="s")], 20, {STALLED: 1}),
 }  # fmt: skip
 
@@ -252,6 +285,32 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
         [*training(active="1x10 0x{n}")[:3], series("otel_train_last_step_timestamp_seconds", "0+60x10 600x{n}")], (30, 119),
     ),
     "one rank a little behind": ([*USUAL, series("otel_train_last_step_timestamp_seconds", "0x{n}", rank="1")], (11, 60)),
+    "replicas that round differently": ([*USUAL[:-1], replicas("1e-8x{n}")], (20, 60)),
+    "replicas of a run that has ended, and still serves its last values": ([*training(active="1x2 0x{n}"), replicas("1e-4x{n}")], (20, 60)),
+    "layers that are frozen on purpose": ([*training(), *covered("1000x30 400x{n}", "1000x30 400x{n}")], (20, 31, 40, 60)),
+    "layers that are frozen, while the old sample is still shown": ([*training(), *covered("1000x32 400x{n}", "1000x30 400x{n}")], (31, 33, 40, 60)),
+    "a bias without a gradient": ([*training(), *covered("995x{n}")], (20, 60)),
+    "one sample without a layer": ([*training(), *covered("1000x20 500 1000x{n}")], (20, 21, 22, 30)),
+    "samples without some expert, between samples with all": ([*training(), *covered("1000x10 900x3 1000x3 900x3 1000x3 900x3 1000x{n}")], (14, 17, 20, 23, 26, 30)),
+    "the start, before the first sample": ([*training()[:1], series("otel_train_trainable_parameters", "1000x{n}")], (5, 59)),
+    "the first 50 steps without a part": ([*training(), *covered("900x{n}", silent="3x{n}")], (5, 9)),
+    "modules that fire a little later": ([*training(), *covered("1000x{n}", silent="64 20 5 1 0x{n}")], (2, 4, 10, 20)),
+    "a part without a gradient at one sample in a thousand steps, before three more": (
+        [*training(sampled="1000x10 2000x10 3000x10 4000x{n}", every="1000x{n}"), *covered("900x{n}", silent="1x{n}")], (20, 30),
+    ),
+    "a blind spot of a run that has ended, and still serves its last values": (
+        [*training(active="1x9 0x{n}", sampled="0+10x30 300x{n}"), *covered("0x{n}", silent="2x{n}")], (20, 60, 119),
+    ),
+    "a monitor that was given no optimizer": ([*training(), *covered("_x{n}")[1:]], (20, 60)),
+    "a rank that has not sampled yet, and one that has": (
+        [*USUAL, *training(rank="1", instance="b:1"), *covered("_x3 1000x{n}", rank="1", instance="b:1")], (2, 5, 12, 20),
+    ),
+    "ranks that each have a part of the model, and see all of it": (
+        [*training(), *training(rank="1", instance="b:1"), *covered("3000x{n}", "3000x{n}"), *covered("7x{n}", "7x{n}", rank="1", instance="b:1")], (20, 60),
+    ),
+    "replicas of which one exports the whole": (
+        [*training(), *training(rank="1", instance="b:1"), *covered("1000x{n}"), *covered("0x{n}", "0x{n}", rank="1", instance="b:1")], (20, 60),
+    ),
     "a clean end": ([series("otel_train_run_active", "1x10 0 stale"), *scraped("1x11 0x{n}", "0.01x11 0.001x{n}")], (12, 17, 60)),
     "a gap of two minutes": ([series("otel_train_run_active", "1x10 stale _ 1x{n}")], (12, 13, 20)),
     "a rank that comes back elsewhere": ([series("otel_train_run_active", GONE), series("otel_train_run_active", "_x10 1x{n}", instance="b:9464")], (17, 40)),
@@ -319,6 +378,24 @@ SAYS: dict[str, tuple[str, dict[str, str], str]] = {
             "from its last checkpoint. Mark long evaluations and checkpoints with monitor.phase(…)."
         ),
     ),
+    DIVERGED: (
+        "replicas that differ from some step on",
+        {},
+        (
+            "Weights of run r that are replicas of one another differ by 0.0001 of their norm, so its data-parallel ranks train different "
+            "models. Compare otel_train_local_param_norm between ranks to find the one that is off, take its host out, and go on from a "
+            "checkpoint of before: see since when otel_train_replica_divergence_ratio is above 0."
+        ),
+    ),
+    COVERAGE: (
+        "a block without a gradient",
+        {"source": "gradient"},
+        (
+            "Only 97% of the trainable elements of run r had a gradient when their optimizer stepped. What has none does not learn, and has "
+            "no series: look in the training's log (logger otel_train) which parameters they are, mend what cuts them off from the loss, or "
+            "freeze them with requires_grad_(False)."
+        ),
+    ),
     ABSENT: (
         "a process that is killed",
         {"rank": "0", "instance": "a:9464"},
@@ -357,6 +434,14 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "ratios not normalised": ("(max by (job, run, param_group) (otel_train_learning_rate_schedule_ratio) >= 0.1)", "(max by (job, run, param_group) (otel_train_learning_rate_schedule_ratio >= 0.1) * 0 + 1)", "decay that makes ratios low"),
     "normalised by any share": ("schedule_ratio) >= 0.1", "schedule_ratio) >= 0", "decay to zero"),
     "ended runs": ("run:otel_train_run_active:max == 1", "run:otel_train_run_active:max >= 0", "a run that has ended, and still serves its last values"),
+    "replicas of ended runs": ("run:otel_train_run_active:max == 1", "run:otel_train_run_active:max >= 0", "replicas of a run that has ended, and still serves its last values"),
+    "any difference of replicas": ("replica_divergence_ratio) > 1e-06", "replica_divergence_ratio) > 0", "replicas that round differently"),
+    "coverage of ended runs": ("run:otel_train_run_active:max == 1", "run:otel_train_run_active:max >= 0", "a blind spot of a run that has ended, and still serves its last values"),
+    "coverage of each rank's own": ("sum by (job, run) (otel_train_monitored_parameters)", "avg by (job, run) (otel_train_monitored_parameters)", "replicas of which one exports the whole"),
+    "any gap in the coverage": ("ratio < 0.99", "ratio < 1", "a bias without a gradient"),
+    "gaps without steps to hold for": (", 50)", ", 0) * 0", "the first 50 steps without a part"),
+    "gaps without samples to hold for": ("clamp_min(3 *", "clamp_min(0 *", "a part without a gradient at one sample in a thousand steps, before three more"),
+    "modules that have fired": ("run:otel_train_silent_activation_modules:sum > 0", "run:otel_train_silent_activation_modules:sum >= 0", "a training with which nothing is wrong"),
     "any source of NaN": ('{source="loss"}', "", "gradients that overflow under a scaler"),
     "old NaN losses": ('otel_train_nonfinite_total{source="loss"}[2h] offset 5m', 'otel_train_nonfinite_total{source="loss"}[1m] offset 5m', "a NaN loss of before a gap in which Prometheus was away"),
     "slow steps": ("clamp_min(20 *", "clamp_min(0 *", "steps of a minute: ten minutes without one"),

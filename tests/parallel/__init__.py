@@ -1,0 +1,1 @@
+"""Tests of otel_train.parallel."""

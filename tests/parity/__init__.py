@@ -1,0 +1,1 @@
+"""Parity: the same training, sharded and unsharded, must export the same values."""
