@@ -142,6 +142,27 @@ def two_optimizers(watch: Watch) -> None:
         watch.steps += 1
 
 
+def two_optimizers_and_a_closure(watch: Watch) -> None:
+    """The second makes a forward and clips within its step."""
+    model = Mlp(hidden=16)
+    first = AdamW([p for p in model.parameters() if p.dim() > 1], lr=1e-2)
+    second = SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1)
+    watch.attach(model, [first, second])
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> float:
+            model.zero_grad()
+            loss = backward(watch, model, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return loss.item()
+
+        evaluate()
+        watch.step(first)
+        model.zero_grad()  # so that the observer takes the gradients after the step
+        watch.step(second, lambda evaluate=evaluate: second.step(evaluate))  # type: ignore[misc]
+        watch.steps += 1
+
+
 class Gan(nn.Module):
     """A generator and a discriminator of vectors."""
 
@@ -424,6 +445,7 @@ LOOPS: dict[str, Callable[[Watch], None]] = {
     "foreach": implementation(foreach=True),
     "fused": implementation(fused=True),
     "two optimizers": two_optimizers,
+    "two optimizers, one with a closure": two_optimizers_and_a_closure,
     "gan": gan(every=1, through_root=False),
     "gan, root called": gan(every=1, through_root=True),
     "gan, 3 to 1": gan(every=3, through_root=False),
@@ -523,7 +545,8 @@ def test_one_iteration_of_two_optimizers_in_turn_is_one_step_without_anybody_ask
         assert snapshot.value(run.MICRO_BATCHES) == (24 if through_root else 0)
 
 
-def test_the_pre_clip_norm_of_two_optimizers_in_turn_is_that_of_both_parts() -> None:
+@pytest.mark.parametrize("through_root", [False, True])
+def test_the_pre_clip_norm_of_two_optimizers_in_turn_is_that_of_both_parts(*, through_root: bool) -> None:
     """Each part is clipped before its own step; also where one of the two parts alone is over the limit."""
     model = Gan()
     parts: dict[str, Optimizer] = {
@@ -534,9 +557,9 @@ def test_the_pre_clip_norm_of_two_optimizers_in_turn_is_that_of_both_parts() -> 
         for step in range(4):
             norms = []
             for part, optimizer in parts.items():
-                noise, real = gan_parts(step)
+                call, inputs = model if through_root else model.forward, gan_parts(step)
                 optimizer.zero_grad()
-                (model(noise, real) if part == "discriminator" else model(noise)).backward()
+                call(*(inputs if part == "discriminator" else inputs[:1])).backward()
                 limit = 1e-3 if part == "discriminator" else 1e3
                 norms.append(monitor.clip_grad_norm_(limit, parameters=getattr(model, part).parameters()).item())
                 optimizer.step()
@@ -561,6 +584,10 @@ def test_an_optimizer_that_steps_no_more_is_forgotten_but_for_its_learning_rate(
             half_step(model, "discriminator", parts["discriminator"], step)
             if step == RECENT:
                 assert ratios_of(problems.seen(monitor, sink), "generator")
+        model(gan_parts(0)[0])
+        monitor._worker.flush(10)  # what is closed by itself
+        assert sink.last is not None
+        assert sink.last.value(run.STEPS) == RECENT + 2
         snapshot = problems.seen(monitor, sink)
         assert not ratios_of(snapshot, "generator")
         assert ratios_of(snapshot, "discriminator")
@@ -577,6 +604,7 @@ def test_losses_and_waits_of_an_iteration_go_with_its_step() -> None:
             monitor.waited(1.0)
             noise, real = gan_parts(step)
             for optimizer, inputs, told in ((discriminate, (noise, real), 1.0), (generate, (noise,), 3.0)):
+                monitor.waited(0.5)
                 optimizer.zero_grad()
                 model(*inputs).backward()
                 optimizer.step()
@@ -587,7 +615,7 @@ def test_losses_and_waits_of_an_iteration_go_with_its_step() -> None:
         assert snapshot is not None
         assert snapshot.value(run.STEPS) == 3
         assert snapshot.value(loss_catalog.LOSS) == 4.0
-        assert snapshot.value(throughput.DATA_WAIT_SECONDS) == 3.0
+        assert snapshot.value(throughput.DATA_WAIT_SECONDS) == 6.0
 
 
 def test_hundreds_of_optimizers_inside_backward_are_one_step_and_cheap() -> None:
@@ -747,20 +775,57 @@ def test_only_training_forwards_within_the_loop_count_in_activation_statistics()
     assert snapshot.value(activations.LAYER_ACTIVATION_MEAN, layer="act", site="post") == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_activations_of_a_step_of_two_optimizers_are_those_of_its_own_forwards() -> None:
+@pytest.mark.parametrize("last", [7, 8])
+@pytest.mark.parametrize("odd", [False, True])
+def test_activations_of_a_step_of_two_optimizers_are_those_of_its_own_forwards(*, odd: bool, last: int) -> None:
     """A sampled step's, whichever of the optimizers it was for, and none of the steps between that might have been sampled."""
     model = Gan()
     parts: dict[str, Optimizer] = {name: SGD(getattr(model, name).parameters(), lr=0.1) for name in ("discriminator", "generator")}
     kept: list[torch.Tensor] = []
     model.discriminator[1].register_forward_hook(lambda *args: kept.append(args[2].detach().double()))
     with capture(model, parts, every_n_steps=4, activations=("discriminator.1",)) as (monitor, sink):
-        for step in range(1, 9):
+        for step in range(1, last + 1):
             kept.clear()
             for part, optimizer in parts.items():
-                if part == "discriminator" or step % 2 == 0:
+                if part == "discriminator" or step % 2 == odd:
                     half_step(model, part, optimizer, step, through_root=True)
-            if step == 8:
+            if step in (4, 8):
                 expected = torch.cat([values[:32].reshape(-1) for values in kept]).mean().item()
         snapshot = problems.seen(monitor, sink)
-    assert snapshot.value(run.SAMPLED_STEP) == 8
+    assert snapshot.value(run.STEP) == last
+    # what is measured of the generator after the fourth step shows no activations of its own
+    assert snapshot.value(run.SAMPLED_STEP) == (8 if last == 8 else 5 if odd else 4)
     assert snapshot.value(activations.LAYER_ACTIVATION_MEAN, site="post") == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_rate_that_rises_by_hand_has_no_peak_between_the_steps_of_its_optimizer_either() -> None:
+    """A generator that steps at every third step: the two between say nothing of its schedule."""
+    model = Gan()
+    parts: dict[str, Optimizer] = {name: SGD(getattr(model, name).parameters(), lr=0.1) for name in ("discriminator", "generator")}
+    found = set()
+    with capture(model, parts, every_n_steps=10) as (monitor, sink):
+        for step in range(9):
+            half_step(model, "discriminator", parts["discriminator"], step)
+            if step % 3 == 0:
+                parts["generator"].param_groups[0]["lr"] += 0.01
+                half_step(model, "generator", parts["generator"], step)
+            snapshot = problems.seen(monitor, sink)
+            found |= {s.labels[0] for s in snapshot.find(run.LEARNING_RATE_SCHEDULE_RATIO)}
+            assert len(snapshot.find(run.LEARNING_RATE)) == 2
+    assert found == {"discriminator"}
+
+
+def test_many_micro_batches_after_one_optimizers_step_go_with_the_step_that_they_are_for() -> None:
+    """Their losses are handed over while they wait, and not to the step that another optimizer has made already."""
+    model = Gan()
+    parts: dict[str, Optimizer] = {name: SGD(getattr(model, name).parameters(), lr=0.1) for name in ("discriminator", "generator")}
+    with capture(model, parts, every_n_steps=10) as (monitor, sink):
+        half_step(model, "discriminator", parts["discriminator"], 0, through_root=True)
+        monitor.observe(loss=1.0)
+        for _ in range(20):
+            model(gan_parts(0)[0]).backward()
+            monitor.observe(loss=3.0)
+        parts["generator"].step()
+        snapshot = problems.seen(monitor, sink)
+    assert snapshot.value(run.STEPS) == 2
+    assert snapshot.value(loss_catalog.LOSS) == 3.0
