@@ -67,6 +67,22 @@ def test_a_step_counts_what_it_brought() -> None:
     assert {spec: pytest.approx(shot.value(spec)) for spec in expected} == expected
 
 
+def test_ranks_that_work_on_the_same_tokens_count_them_once_and_share_the_mfu() -> None:
+    """Two devices for one replica: half the MFU; the other rank has neither tokens nor FLOPs, and its own loss and times."""
+    per_replica = (throughput.TOKENS, throughput.TOKENS_PER_SECOND, throughput.MODEL_FLOPS, throughput.MFU, run.TOKENS_SEEN)
+    shots = []
+    for leads in (True, False):
+        facts = replace(FACTS, world_size=2, replica_ranks=2, leads_replica=leads)
+        assembler = Assembler(facts, lambda _: 10.0)
+        assembler.add(STEP)
+        assembler.add(STEP)
+        shots.append(assembler.snapshot(LiveState(), 0.0))
+    assert shots[0].value(throughput.MFU) == pytest.approx(1280.0 / 1e6 / 2)
+    assert shots[0].value(throughput.TOKENS) == 128
+    assert [shots[1].value(spec) for spec in per_replica] == [None] * 5
+    assert shots[1].value(loss.LOSS) == shots[0].value(loss.LOSS)
+
+
 def test_samples_stand_in_the_order_of_the_catalog() -> None:
     """Each metric's series together, so that an exposition is one pass."""
     shot = assemble(sampled(ParameterReading(MATRIX, MATRIX, SUMS)))
