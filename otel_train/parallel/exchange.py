@@ -34,6 +34,8 @@ _KEPT = 16
 """Decisions that stay on the board, for ranks that come late."""
 _IMPATIENT = 0.1
 """Share of the time-out that is waited for ranks that did not come the last time, and have not come since."""
+_CONNECTED = 10.0
+"""Seconds at least for ranks that have come to a step to connect and to reduce: a short time-out is for those that do not come."""
 _ALL_HERE = "all"
 
 
@@ -229,7 +231,7 @@ class Exchange:
             return
         name = f"gloo{attempt}"
         store = board.under(name)
-        self._group = dist.ProcessGroupGloo(store, board.rank, board.world, timedelta(seconds=self._seconds))
+        self._group = dist.ProcessGroupGloo(store, board.rank, board.world, timedelta(seconds=max(self._seconds, _CONNECTED)))
         self._group_name = name
 
     def _reduce(self, sample: LayerSample | None) -> Combined:
