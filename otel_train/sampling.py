@@ -31,23 +31,23 @@ from dataclasses import dataclass
 
 import torch
 
-WHOLE = 8192
-"""Tensors of up to so many elements are read whole."""
+WHOLE = 32768
+"""Tensors of up to so many elements are read whole: stacked by shape, copying them costs less than picking elements out of each."""
 _CAP = 16384
 """Elements drawn of a larger tensor, at most …"""
 _SHARE = 4
-"""… and at most a fourth of it, but never fewer than WHOLE.
+"""… and at most a fourth of it.
 
 The squares of an update vary by 2 to 5 times their mean between elements, outside of the rows read exactly (SGD with momentum on
 text); an error of 3 % then takes some 10,000 elements whatever the tensor's size."""
 _ROWS, _ROW_SHARE = 256, 16
-"""Rows read exactly: so many at most, and at most a 16th of them, and of a matrix at most _CAP elements."""
+"""Rows read exactly: so many at most, and at most a 16th of them, and of a matrix at most as many elements as are drawn."""
 _TALL = 4096
 """From so many rows on a matrix (a head) is read as an embedding is."""
 _LINE, _CACHED = 8, 1 << 18
 """Neighbours in a line, where the tensor has more elements than the cache holds: one cache miss a line."""
-_MAGNITUDES = 4096
-"""Elements for the magnitude histogram, at most."""
+MAGNITUDES = 4096
+"""Elements of a tensor for the magnitude histogram, at most."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -66,6 +66,8 @@ class Plan:
     """Lines drawn; 0: the tensor is read whole."""
     phases: int = 1
     """The magnitude histogram reads one of so many interleaved parts of the drawn lines."""
+    magnitudes: int = 0
+    """Elements that the magnitude histogram reads."""
 
     @property
     def whole(self) -> bool:
@@ -77,36 +79,46 @@ class Plan:
         """Elements a row."""
         return self.elements // self.rows
 
+    @property
+    def copied(self) -> int:
+        """Elements that are copied before a step, to be compared with what they are after it."""
+        return self.elements if self.whole else self.lines * self.width + self.top * self.columns
 
-def plan(shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = False) -> Plan:
+
+def plan(
+    shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = False, magnitudes: int = MAGNITUDES
+) -> Plan:
     """Decide what is read of a tensor.
 
     Args:
         shape: Its shape.
         embedding: Whether few of its rows get a gradient in a step.
         exact: Read every element whatever the size.
+        magnitudes: Elements that the magnitude histogram reads, at most.
     """
     elements = math.prod(shape)
     rows = shape[0] if len(shape) > 1 and elements else 1
-    if exact or elements <= WHOLE:
-        return Plan(elements, rows)
+    if exact:
+        return Plan(elements, rows, magnitudes=elements)
+    if elements <= WHOLE:
+        return Plan(elements, rows, magnitudes=min(elements, magnitudes))
     columns = elements // rows
     sparse = embedding or rows >= _TALL
     top = min(_ROWS, rows // _ROW_SHARE, _ROWS if sparse else _CAP // columns) if rows > 1 else 0
     # A row of an embedding moves or does not, so neighbours tell the same. A line lies within a row.
     width = 1 if sparse or elements <= _CACHED else math.gcd(columns, _LINE)
-    budget = max(WHOLE, min(_CAP, elements // _SHARE))
-    phases = -(-budget // _MAGNITUDES)
+    budget = min(_CAP, elements // _SHARE)
+    phases = -(-budget // magnitudes)
     lines = budget // width // phases * phases
-    return Plan(elements, rows, top, width, lines, phases)
+    return Plan(elements, rows, top, width, lines, phases, lines // phases * width)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The lines of one plan at one sample."""
+    """What of one plan is read at one sample."""
 
-    lines: torch.Tensor  # (plan.lines,) int64: index of a line among elements / width
-    magnitude_lines: torch.Tensor  # (plan.lines / plan.phases,) int64
+    lines: torch.Tensor  # (plan.lines,) int64: index of a line among elements / width; empty where all are read
+    magnitude_lines: torch.Tensor | None  # (plan.magnitudes / plan.width,) int64; None where all are read
     line_rows: torch.Tensor | None  # (plan.lines,) int64: row of each line, where rows are read exactly
 
 
@@ -134,13 +146,23 @@ class Sampler:
     def draw(self, plan: Plan) -> Draw:
         """Return this sample's lines; tensors of one plan share them."""
         if plan not in self._drawn:
-            total = plan.elements // plan.width
-            at = (self._offsets[: plan.lines] + self._strata[: plan.lines]) * (total / plan.lines)
-            lines = at.long().clamp_(max=total - 1)
-            part = lines.view(-1, plan.phases)[:, self._phase % plan.phases].contiguous()
-            rows = torch.div(lines, plan.columns // plan.width, rounding_mode="floor") if plan.top else None
-            self._drawn[plan] = Draw(lines, part, rows)
+            self._drawn[plan] = self._draw_whole(plan) if plan.whole else self._draw_lines(plan)
         return self._drawn[plan]
+
+    def _draw_whole(self, plan: Plan) -> Draw:
+        every = plan.magnitudes >= plan.elements
+        return Draw(self._strata[:0].long(), None if every else self._strata_of(plan.elements, plan.magnitudes), None)
+
+    def _draw_lines(self, plan: Plan) -> Draw:
+        lines = self._strata_of(plan.elements // plan.width, plan.lines)
+        part = lines.view(-1, plan.phases)[:, self._phase % plan.phases].contiguous()
+        rows = torch.div(lines, plan.columns // plan.width, rounding_mode="floor") if plan.top else None
+        return Draw(lines, part, rows)
+
+    def _strata_of(self, total: int, drawn: int) -> torch.Tensor:
+        """Return one index out of each of equal strata, ascending, (drawn,) int64."""
+        at = (self._offsets[:drawn] + self._strata[:drawn]) * (total / drawn)
+        return at.long().clamp_(max=total - 1)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

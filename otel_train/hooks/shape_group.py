@@ -10,10 +10,10 @@ import torch
 from otel_train.layers import MonitoredParameter
 from otel_train.readout import peek
 from otel_train.records import ParameterReading, ParameterSums
-from otel_train.sampling import Draw, Plan, Sampler, wide_dtype
+from otel_train.sampling import Plan, Sampler, wide_dtype
 from otel_train.shards import is_partial, local, local_gradient
 from otel_train.stats import gradients, parameters, updates
-from otel_train.stats.sums import count_nonfinite, flat, sum_and_square_sum, wide_sums
+from otel_train.stats.sums import count_nonfinite, flat, wide_sums
 
 
 class ShapeGroup:
@@ -32,6 +32,7 @@ class ShapeGroup:
         self._counts_magnitudes = any(member.histogram is not None for member in members)
         self._reader = None if plan.whole else updates.SampledReader(self._weights(), plan)
         self._copies: list[torch.Tensor] = []
+        self._row_norms: torch.Tensor | None = None
         self._results: dict[str, torch.Tensor] = {}
         self._deferred = False  # whether non-finite elements are counted a sample later
         # Members whose sums were not finite when last read out; where the host cannot peek, they are counted a sample later.
@@ -40,9 +41,6 @@ class ShapeGroup:
     def _weights(self) -> list[torch.Tensor]:
         return [local(member.tensor) for member in self._members]
 
-    def _draw(self) -> Draw | None:
-        return None if self._plan.whole else self._sampler.draw(self._plan)
-
     def read_gradients(self, scale: torch.Tensor | None) -> None:
         """Sum up the gradients and sample their magnitudes.
 
@@ -50,17 +48,17 @@ class ShapeGroup:
             scale: The gradients are this many times too large (a fused optimizer under a GradScaler), () or None.
         """
         grads = [local_gradient(member.tensor) for member in self._members]
-        draw = self._draw()
-        sums = sum_and_square_sum(grads)
+        read = gradients.read_gradients(grads, self._plan, self._sampler.draw(self._plan), histogram=self._counts_magnitudes)
+        sums, self._row_norms = read.pairs, read.row_norms
         self._results["gradient_nonfinite"] = self._settle(grads, sums, "gradient")
         inverse = None if scale is None else scale.to(sums.dtype).reshape(()).reciprocal()
         self._results["gradient"] = sums if inverse is None else sums * torch.stack([inverse, inverse.square()])
         if self._is_partial():
             wide = torch.stack([flat(grad) for grad in grads]).to(wide_dtype(sums.device))
             self._results["partial"] = wide if inverse is None else wide * inverse
-        if self._counts_magnitudes:
-            sampled = gradients.magnitude_samples(grads, self._plan, draw)
-            self._results["magnitudes"] = gradients.magnitudes(sampled if inverse is None else sampled * inverse.float())
+        if read.samples is not None:
+            samples = read.samples if inverse is None else read.samples * inverse.float()
+            self._results["magnitudes"] = gradients.magnitudes(samples)
 
     def _is_partial(self) -> bool:
         return is_partial(self._members[0].tensor.grad)
@@ -68,27 +66,27 @@ class ShapeGroup:
     def read_before(self) -> None:
         """Take the weights' norms, and copy what the update is measured on; after this step's gradients are there."""
         weights = self._weights()
-        self._results["weight"] = sums = parameters.weight_square_sums(weights).unsqueeze(1)
-        self._results["weight_nonfinite"] = self._settle(weights, sums, "weight")
-        if not self._measure_updates:
-            return
-        draw = self._draw()
-        if self._reader is None or draw is None:
+        if self._reader is None and self._measure_updates:
             self._copies = updates.read_whole(weights)
+            sums = parameters.square_sums_of_copies(self._copies)
         else:
-            self._reader.choose_rows([local_gradient(member.tensor) for member in self._members], draw)
+            sums = parameters.weight_square_sums(weights)
+        self._results["weight"] = sums = sums.unsqueeze(1)
+        self._results["weight_nonfinite"] = self._settle(weights, sums, "weight")
+        if self._measure_updates and self._reader is not None:
+            draw = self._sampler.draw(self._plan)
+            self._reader.choose_rows(self._row_norms, draw)
             self._reader.read(weights, draw, after=False)
 
     def read_after(self) -> None:
         """Compare the weights with what was copied before the step."""
         if not self._measure_updates:
             return
-        draw = self._draw()
-        if self._reader is None or draw is None:
+        if self._reader is None:
             self._results["update"] = updates.whole_sums(self._copies, self._weights())
             self._copies = []
         else:
-            self._reader.read(self._weights(), draw, after=True)
+            self._reader.read(self._weights(), self._sampler.draw(self._plan), after=True)
             self._results["update"] = self._reader.sums()
 
     def _settle(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, what: str) -> torch.Tensor:
@@ -163,8 +161,7 @@ class ShapeGroup:
         """Let the sampled elements stand for all of the tensor."""
         if row is None:
             return None, 0.0
-        sampled = self._plan.elements if self._plan.whole else self._plan.lines // self._plan.phases * self._plan.width
-        factor = self._plan.elements / sampled if sampled else 0.0
+        factor = self._plan.elements / self._plan.magnitudes if self._plan.magnitudes else 0.0
         return tuple(count * factor for count in row[: gradients.BINS]), row[gradients.BINS] * factor
 
     def _nonfinite(self, index: int, what: str, total: float, counted: float) -> int:

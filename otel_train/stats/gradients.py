@@ -4,18 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from otel_train.records import MAGNITUDE_EXPONENTS
-from otel_train.sampling import Draw, Plan, wide_dtype
-from otel_train.stats.sums import flat
+from otel_train.sampling import Draw, Plan, wide_dtype, work_dtype
+from otel_train.stats.sums import STACK, LargeSums, flat, rows_of, run_length, small_pairs, stacked
 
 # A positive fp32 with exponent field f is in [2^(f-127), 2^(f-126)). Bins want (lower, upper]: with 1 taken off the bits, exact
-# powers of two (0.84 % of bf16 values) fall to the bin that they bound.
+# powers of two (0.84 % of bf16 values) fall to the bin that they bound, and zeros to a field of -1.
 _FIRST_FIELD = MAGNITUDE_EXPONENTS[0] + 126
+_NAN_FIELD = 255
 BINS = len(MAGNITUDE_EXPONENTS) + 1
 """One a bound, and one for what is larger than all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSums:
+    """What is read of n gradients of one shape, on the device."""
+
+    pairs: torch.Tensor
+    """(n, 2) fp64: sum and sum of squares."""
+    samples: torch.Tensor | None
+    """(n, k) fp32: the elements that the histogram counts, if it is asked for."""
+    row_norms: torch.Tensor | None
+    """(n, rows): where rows are read exactly, by which they are chosen."""
+
+
+def read_gradients(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw, *, histogram: bool) -> GradientSums:
+    """Read n gradients of one shape in one pass over each.
+
+    Args:
+        gradients: Of equal shape, type and device.
+        plan: What is read of them.
+        draw: What that is at this sample.
+        histogram: Whether elements for the magnitude histogram are read.
+    """
+    if gradients[0].numel() > STACK:
+        large = LargeSums(gradients, run_length(plan.columns), plain=True)
+        samples = magnitude_samples(gradients, plan, draw) if histogram else None
+        return GradientSums(large.pairs(), samples, _row_norms(large.norms, gradients, plan) if plan.top else None)
+    pairs, picked = [], []
+    for matrix in stacked(gradients):
+        pairs.append(small_pairs(matrix))
+        if histogram:
+            picked.append(_pick(matrix, draw))
+    return GradientSums(torch.cat(pairs), torch.cat(picked) if picked else None, None)
+
+
+def _row_norms(norms: torch.Tensor, gradients: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
+    """Return the norms of rows, out of those of their runs where runs do not cross rows: then they are there for nothing."""
+    if plan.columns % run_length(plan.columns) == 0 and all(g.is_contiguous() and not g.is_sparse for g in gradients):
+        return torch.linalg.vector_norm(norms.view(len(gradients), plan.rows, -1), dim=2)
+    return row_norms(gradients, plan)
+
+
+def row_norms(gradients: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
+    """Return the L2 norm of each row of n gradients, (n, rows) in their working type."""
+    return torch.stack([torch.linalg.vector_norm(rows_of(g, plan), dim=1, dtype=work_dtype(g)) for g in gradients])
 
 
 def norm_mean_std(elements: int, total: float, squared: float) -> tuple[float, float, float]:
@@ -32,12 +79,16 @@ def norm_mean_std(elements: int, total: float, squared: float) -> tuple[float, f
     return math.sqrt(squared) if squared >= 0 else math.nan, mean, math.sqrt(0.0 if variance < 0 else variance)
 
 
-def magnitude_samples(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw | None) -> torch.Tensor:
+def magnitude_samples(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw) -> torch.Tensor:
     """Return the elements that the histogram counts, (n, k) fp32, of n gradients of one shape."""
-    if draw is None:
-        return torch.stack([flat(g) for g in gradients]).float()
+    if draw.magnitude_lines is None or plan.whole:
+        return torch.cat([_pick(matrix, draw) for matrix in stacked(gradients)])
     elements = [flat(g) if plan.width == 1 else flat(g).view(-1, plan.width) for g in gradients]
     return torch.stack([e.index_select(0, draw.magnitude_lines) for e in elements]).float().view(len(gradients), -1)
+
+
+def _pick(matrix: torch.Tensor, draw: Draw) -> torch.Tensor:
+    return (matrix if draw.magnitude_lines is None else matrix.index_select(1, draw.magnitude_lines)).float()
 
 
 def magnitudes(samples: torch.Tensor) -> torch.Tensor:
@@ -50,11 +101,11 @@ def magnitudes(samples: torch.Tensor) -> torch.Tensor:
         (n, BINS + 1) fp64: counts, then the sum of absolute values. NaN is in no bin; Inf in the last.
     """
     wide = wide_dtype(samples.device)
-    field = samples.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF).sub_(1).bitwise_right_shift_(23)
-    # zero has bits 0, so field -1; NaN stays above 254, the field of Inf and of the largest numbers
-    key = field.sub(_FIRST_FIELD).clamp_(0, BINS - 1).add_(field.gt(254).int() * BINS).clamp_(max=BINS)
-    counts = torch.zeros(len(samples), BINS + 1, dtype=wide, device=samples.device)
-    counts.scatter_add_(1, key.long(), torch.ones((), dtype=wide, device=samples.device).expand(samples.shape))
-    finite = torch.nan_to_num(samples.abs(), nan=0.0, posinf=0.0)
-    counts[:, BINS] = finite.sum(1, dtype=wide)
-    return counts
+    field = samples.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF).sub_(1).bitwise_right_shift_(23).clamp_(min=0)
+    fields = torch.zeros(len(samples), _NAN_FIELD + 1, dtype=wide, device=samples.device)
+    fields.scatter_add_(1, field.long(), torch.ones((), dtype=wide, device=samples.device).expand(samples.shape))
+    last = _FIRST_FIELD + BINS - 1
+    first = fields[:, : _FIRST_FIELD + 1].sum(1, keepdim=True)
+    larger = fields[:, last:_NAN_FIELD].sum(1, keepdim=True)
+    finite = torch.linalg.vector_norm(samples.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), 1, dim=1, keepdim=True, dtype=wide)
+    return torch.cat([first, fields[:, _FIRST_FIELD + 1 : last], larger, finite], dim=1)

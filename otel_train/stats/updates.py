@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from otel_train.sampling import Draw, Plan, wide_dtype, work_dtype
-from otel_train.stats.sums import STACK, flat, square_sum
+from otel_train.stats.sums import PIECE, RUN, STACK, flat, rows_of, run_norms, squares_of, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class UpdateEstimate:
 
 
 def read_whole(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy weights of one shape in their working type: small ones to one (n, k) tensor, large ones one by one as (1, k)."""
+    """Copy weights of one shape in their working type: small ones as (m, k) matrices of a few, large ones one by one as (1, k)."""
     if weights[0].numel() <= STACK:
-        return [torch.stack([flat(w) for w in weights]).to(work_dtype(weights[0]))]
+        return [matrix.to(work_dtype(weights[0])) for matrix in stacked(weights)]
     return [flat(w).to(work_dtype(w), copy=True).unsqueeze(0) for w in weights]
 
 
@@ -39,20 +39,33 @@ def whole_sums(before: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) 
     Returns:
         (n, 2) fp64: sum of squared changes, elements changed.
     """
-    rows = len(weights) // len(before)
-    sums = []
-    for i, copy in enumerate(before):
-        after = torch.stack([flat(w) for w in weights[i * rows : (i + 1) * rows]]).to(copy.dtype)
-        # before they are subtracted: an Inf that stays has not changed, but Inf - Inf is NaN
-        changed = torch.count_nonzero(copy.ne(after), 1).to(wide_dtype(copy.device))
-        sums.append(torch.stack([_row_squares(copy.sub_(after)), changed], dim=1))
-    return torch.cat(sums)
+    if weights[0].numel() <= STACK:
+        return torch.cat([_small_changes(copy, after.to(copy.dtype)) for copy, after in zip(before, stacked(weights), strict=True)])
+    return torch.stack([_large_changes(copy[0], flat(w)) for copy, w in zip(before, weights, strict=True)])
 
 
-def _row_squares(rows: torch.Tensor) -> torch.Tensor:
-    if rows.shape[1] <= STACK:
-        return rows.to(wide_dtype(rows.device)).square().sum(1)
-    return torch.stack([square_sum(row) for row in rows])
+def _small_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    # before they are subtracted: an Inf that stays has not changed, but Inf - Inf is NaN
+    changed = differs(before, after).sum(1, dtype=wide_dtype(before.device))
+    return torch.stack([squares_of(before.sub_(after)), changed], dim=1)
+
+
+def _large_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    pieces = zip(before.split(PIECE), after.split(PIECE), strict=True)
+    return torch.stack([_piece_changes(copy, now.to(copy.dtype)) for copy, now in pieces]).sum(0)
+
+
+def _piece_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    changed = differs(before, after).sum(dtype=wide_dtype(before.device))
+    change = before.sub_(after)
+    runs = change.numel() // RUN * RUN
+    squares = squares_of(run_norms(change, RUN).unsqueeze(0)) + squares_of(change[runs:].unsqueeze(0))
+    return torch.stack([squares.squeeze(0), changed])
+
+
+def differs(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return 1 where two tensors differ and 0 elsewhere, in their own type: to add up booleans takes 4 times as long."""
+    return torch.ne(before, after, out=torch.empty_like(before))
 
 
 def estimate_whole(plan: Plan, sums: Sequence[float]) -> UpdateEstimate:
@@ -75,12 +88,15 @@ class SampledReader:
         self._top: torch.Tensor | None = None  # (n, top) int64
         self._outside: torch.Tensor | None = None  # (n, lines): 1 where a line is in no row that is read exactly
 
-    def choose_rows(self, gradients: Sequence[torch.Tensor], draw: Draw) -> None:
-        """Choose the rows to read exactly, by the norm of this step's gradient."""
-        if draw.line_rows is None:
+    def choose_rows(self, norms: torch.Tensor | None, draw: Draw) -> None:
+        """Choose the rows to read exactly.
+
+        Args:
+            norms: (n, rows) norms of the rows of this step's gradient; overwritten. None where no rows are read exactly.
+            draw: This sample's lines.
+        """
+        if draw.line_rows is None or norms is None:
             return
-        work = work_dtype(gradients[0])
-        norms = torch.stack([torch.linalg.vector_norm(_rows(g, self._plan), dim=1, dtype=work) for g in gradients])
         norms.nan_to_num_(nan=math.inf)
         self._top = norms.topk(self._plan.top, dim=1, sorted=False).indices
         mask = torch.ones(norms.shape, dtype=self._lines[0].dtype, device=norms.device).scatter_(1, self._top, 0.0)
@@ -92,7 +108,7 @@ class SampledReader:
             if self._top is None:
                 _take(flat(weight).view(-1, self._plan.width), draw.lines, self._lines[after][i])
                 continue
-            rows = _rows(weight, self._plan)
+            rows = rows_of(weight, self._plan)
             _take(rows.reshape(-1, self._plan.width), draw.lines, self._lines[after][i])
             _take(rows, self._top[i], self._rows[after][i])
 
@@ -100,23 +116,20 @@ class SampledReader:
         """Return the sums that ``estimate_sampled`` takes, (n, 5) fp64; the copies are overwritten."""
         before, after = self._lines
         wide = wide_dtype(before.device)
-        moved, squared = after.ne(before), after.sub_(before).square()
-        changed = torch.count_nonzero(moved, 2) if self._plan.width > 1 else moved.squeeze(2)
-        squared = squared.sum(2) if self._plan.width > 1 else squared.squeeze(2)
+        changed = differs(before, after)
+        changes = after.sub_(before)
+        if self._plan.width > 1:
+            changed, squares = changed.sum(2), torch.linalg.vector_norm(changes, dim=2).square_()
+        else:
+            changed, squares = changed.squeeze(2), changes.square_().squeeze(2)
         if self._outside is not None:
-            squared, changed = squared.mul_(self._outside), self._outside.mul(changed)
-        parts = [squared.sum(1, dtype=wide), squared.to(wide).square().sum(1), changed.sum(1, dtype=wide)]
+            changed, squares = changed.mul_(self._outside), squares.mul_(self._outside)
         rows_before, rows_after = self._rows
-        rows_changed = torch.count_nonzero(rows_after.ne(rows_before), (1, 2)).to(wide)
-        rows_squared = rows_after.sub_(rows_before).square().sum((1, 2), dtype=wide)
-        return torch.stack([*parts, rows_squared, rows_changed], dim=1)
-
-
-def _rows(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
-    # rows must be rows of weight and gradient alike, whatever their storage order
-    dense = tensor.to_dense() if tensor.is_sparse else tensor
-    dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    return dense.reshape(plan.rows, plan.columns)
+        rows_changed = differs(rows_before, rows_after).sum((1, 2), dtype=wide)
+        row_norms = torch.linalg.vector_norm(rows_after.sub_(rows_before), dim=2)
+        return torch.stack(
+            [squares.sum(1, dtype=wide), squares_of(squares), changed.sum(1, dtype=wide), squares_of(row_norms), rows_changed], dim=1
+        )
 
 
 def _take(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:

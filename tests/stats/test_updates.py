@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from otel_train.sampling import Plan, Sampler, plan
 from otel_train.stats import sums, updates
+from otel_train.stats.gradients import row_norms
 from tests.stats.test_sums import FAKE_DEVICE, Problem, problems, same
 
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def _sampled(
 ) -> list[updates.UpdateEstimate]:
     draw = Sampler(CPU, seed).draw(chosen)
     reader = updates.SampledReader(before, chosen)
-    reader.choose_rows(gradients, draw)
+    reader.choose_rows(row_norms(gradients, chosen), draw)
     reader.read(before, draw, after=False)
     reader.read(after, draw, after=True)
     return [updates.estimate_sampled(chosen, row) for row in reader.sums().tolist()]
@@ -298,7 +299,7 @@ def test_a_reader_is_used_again() -> None:
         after, gradient = before + torch.randn(5000, 16), torch.randn(5000, 16)
         found = []
         for reader in (kept, updates.SampledReader([before], chosen)):
-            reader.choose_rows([gradient], sampler.draw(chosen))
+            reader.choose_rows(row_norms([gradient], chosen), sampler.draw(chosen))
             reader.read([before], sampler.draw(chosen), after=False)
             reader.read([after], sampler.draw(chosen), after=True)
             found.append(reader.sums().tolist())
@@ -316,7 +317,7 @@ def test_an_average_over_samples_has_no_standing_error() -> None:
     reader, found = updates.SampledReader([before], chosen), []
     for _ in range(200):
         draw = sampler.draw(chosen)
-        reader.choose_rows([after], draw)
+        reader.choose_rows(row_norms([after], chosen), draw)
         reader.read([before], draw, after=False)
         reader.read([after], draw, after=True)
         found.append(updates.estimate_sampled(chosen, reader.sums()[0].tolist()).update_squared)
@@ -334,7 +335,7 @@ def test_updates_read_nothing_on_the_host(shape: tuple[int, ...], dtype: torch.d
         chosen = plan(shape, embedding=embedding)
         if not chosen.whole:
             draw, reader = Sampler(torch.device(FAKE_DEVICE)).draw(chosen), updates.SampledReader(weights, chosen)
-            reader.choose_rows(weights, draw)
+            reader.choose_rows(row_norms(weights, chosen), draw)
             reader.read(weights, draw, after=False)
             reader.read(weights, draw, after=True)
             assert reader.sums().shape == (2, 5)
