@@ -401,8 +401,8 @@ def raising(*_: object, **__: object) -> Any:
 @pytest.mark.parametrize(
     ("target", "part"),
     [
-        ("otel_train.hooks.shape_group.sum_and_square_sum", "gradients"),
-        ("otel_train.stats.parameters.weight_square_sums", "updates"),
+        ("otel_train.stats.gradients.read_gradients", "gradients"),
+        ("otel_train.stats.updates.read_whole", "updates"),
         ("otel_train.stats.updates.whole_sums", "updates"),
         ("otel_train.stats.activations.row_sums", "activations"),
         ("otel_train.hooks.recorder.read_out", "readout"),

@@ -183,8 +183,8 @@ def test_relative_speed_is_the_ratio_over_the_median_matrix() -> None:
 
 
 MODELS: dict[str, tuple[Callable[[], Gpt], Callable[[], torch.Tensor]]] = {
-    "word_gpt": (lambda: Gpt(vocabulary=4096, width=64), lambda: problems.word_ids(4096)),
-    "byte_gpt": (lambda: Gpt(width=128), problems.byte_ids),
+    "word_gpt": (lambda: Gpt(vocabulary=4096, width=112), lambda: problems.word_ids(4096)),
+    "byte_gpt": (lambda: Gpt(width=160), problems.byte_ids),
 }
 SAMPLED: dict[str, Maker] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),

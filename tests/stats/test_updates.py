@@ -123,7 +123,7 @@ def test_the_copies_are_taken_before_the_step(size: int) -> None:
         weight = torch.ones(size, dtype=dtype)
         copies = updates.read_whole([weight])
         weight.add_(1)
-        assert updates.whole_sums(copies, [weight]).tolist() == [[float(size), float(size)]]
+        assert updates.whole_sums(copies, [weight]).tolist() == [[pytest.approx(size, rel=1e-15), size]]
 
 
 # --- samples
@@ -175,12 +175,12 @@ CASES = [
     Case("matrix", (160, 256), embedding=False, make_step=_adam_like),
     Case("matrix, half of it still", (160, 256), embedding=False, make_step=_half_still),
     Case("matrix of uneven rows", (160, 256), embedding=False, make_step=_uneven_rows),
-    Case("vector", (20_000,), embedding=False, make_step=_adam_like),
+    Case("vector", (50_000,), embedding=False, make_step=_adam_like),
     Case("no neighbours", (131, 257), embedding=False, make_step=_adam_like),
-    Case("convolution", (64, 32, 3, 3), embedding=False, make_step=_uneven_rows),
-    Case("embedding, all rows", (2000, 16), embedding=True, make_step=_uneven_rows),
-    Case("tall matrix", (4096, 8), embedding=False, make_step=_uneven_rows),
-    Case("embedding of few rows", (30, 700), embedding=True, make_step=_adam_like),
+    Case("convolution", (128, 32, 3, 3), embedding=False, make_step=_uneven_rows),
+    Case("embedding, all rows", (2500, 16), embedding=True, make_step=_uneven_rows),
+    Case("tall matrix", (4096, 9), embedding=False, make_step=_uneven_rows),
+    Case("embedding of few rows", (30, 1200), embedding=True, make_step=_adam_like),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -265,13 +265,14 @@ def test_an_embedding_stored_by_columns_is_read_as_one_stored_by_rows(
 
 def test_gradients_that_are_not_numbers_choose_rows_all_the_same() -> None:
     """Rows with NaN come first, and nothing raises."""
-    before = torch.zeros(4096, 8)
-    after, gradient = before.clone(), torch.rand(4096, 8)
+    before = torch.zeros(4200, 8)
+    after, gradient = before.clone(), torch.rand(4200, 8)
     after[7] = 1.0
     gradient[7, 3] = math.nan
     chosen = plan(before.shape, embedding=True)
     found = _sampled([before], [after], [gradient], chosen, 0)[0]
-    assert (found.update_squared, found.changed) == (8.0, 8.0)
+    assert same(found.update_squared, 8.0, 1e-6)
+    assert found.changed == 8
 
 
 @pytest.mark.parametrize("embedding", [False, True])
