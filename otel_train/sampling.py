@@ -48,7 +48,8 @@ _LINE, _CACHED = 8, 1 << 18
 """Neighbours in a line, where the tensor has more elements than the cache holds: one cache miss a line."""
 MAGNITUDES = 4096
 """Elements of a tensor for the magnitude histogram, at most."""
-_GOLDEN = 0.6180339887498949
+GOLDEN = 0.6180339887498949
+"""The step from sample to sample that leaves the largest gap smallest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,7 @@ class Plan:
         return self.elements if self.whole else self.lines * self.width + self.top * self.columns
 
 
-def plan(
-    shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = False, magnitudes: int = MAGNITUDES
-) -> Plan:
+def plan(shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = False, magnitudes: int = MAGNITUDES) -> Plan:
     """Decide what is read of a tensor.
 
     Args:
@@ -139,7 +138,7 @@ class Sampler:
 
     def advance(self) -> None:
         """Go on to the lines of the next sample."""
-        self._offsets.add_(_GOLDEN).frac_()
+        self._offsets.add_(GOLDEN).frac_()
         self._phase += 1
         self._drawn.clear()
 

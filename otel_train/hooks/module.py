@@ -17,12 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from otel_train.guard import Guard
 from otel_train.hooks.compiled import keep_out_of_graphs
+from otel_train.hooks.site_meter import SiteMeter, WaitingRows, take
 from otel_train.layers import ActivationSite
 from otel_train.records import ActivationReading
+from otel_train.sampling import wide_dtype
 from otel_train.stats import activations as stats
-
-DEAD_ROWS = 512
-"""Rows that must have been seen before a unit is called dead."""
 
 
 class Gate:
@@ -157,88 +156,11 @@ keep_out_of_graphs(RootPreHook.__call__)
 keep_out_of_graphs(RootHook.__call__)
 
 
-class SiteMeter:
-    """Sums over one site: the input (``pre``) or the output (``post``) of an activation module.
-
-    Tensors of its own, nothing shared between sites: a shared one would make compiled graphs depend on its rows. Nothing but
-    tensors changes in ``add``: what Python remembered would be a guard of a compiled graph.
-    """
-
-    def __init__(self, site: ActivationSite, name: str, offsets: torch.Tensor) -> None:
-        self.layer, self.depth, self.name, self.module = site.layer, site.depth, name, site.name
-        post = name == "post"
-        self._flat_outside = site.flat if post else None
-        self._rectifying = site.rectifying and post
-        self._offsets = offsets  # (ROWS,) shared with the other sites of the device, moved on once a sample
-        self._sums = torch.zeros(stats.SUMS, dtype=offsets.dtype, device=offsets.device)
-        self._peak = torch.zeros((), dtype=torch.float32, device=offsets.device)
-        # of the window before this one and of this one
-        self._positive = [offsets.new_zeros(stats.UNITS, dtype=torch.bool) for _ in range(2 * self._rectifying)]
-        # (1,) and not (): compiled graphs lose what they write into fp64 numbers on the CPU
-        self._rows = [offsets.new_zeros(1) for _ in range(2)]
-        self._units = offsets.new_zeros(1)
-
-    def add(self, activation: torch.Tensor, counts: torch.Tensor | None = None) -> None:
-        """Add a call's sampled rows.
-
-        Args:
-            activation: What the site showed.
-            counts: () bool, whether the call counts, where only the device knows.
-        """
-        rows = stats.sample_rows(activation, self._offsets)
-        sums, peak = stats.row_sums(rows, self._flat_outside)
-        self._sums.add_(_if(counts, sums))
-        self._peak.copy_(torch.maximum(self._peak, _if(counts, peak.to(self._peak.dtype))))
-        if self._rectifying:
-            units = min(rows.shape[1], stats.UNITS)
-            positive = _if(counts, stats.positive_units(rows).narrow(0, 0, units))
-            self._positive[1].narrow(0, 0, units).logical_or_(positive)
-            self._rows[1].add_(rows.shape[0] if counts is None else counts * rows.shape[0])
-            self._units.clamp_(min=units)
-
-    def take(self) -> tuple[torch.Tensor, Callable[[Sequence[float]], ActivationReading]]:
-        """Return what to read out, and the host function that makes a reading of it; starts the sums anew."""
-        parts = [self._sums, self._peak.to(self._sums.dtype).reshape(1)]
-        if self._rectifying:
-            parts.append(self._take_units())
-        packed = torch.cat(parts)
-        self._sums.zero_()
-        self._peak.zero_()
-        flat = self._flat_outside is not None
-
-        def decode(numbers: Sequence[float]) -> ActivationReading:
-            count, total, squared, zeros, saturated, nonfinite, peak = numbers[:7]
-            units, alive, rows = numbers[7:] or (0.0, 0.0, 0.0)
-            enough = rows >= DEAD_ROWS
-            return ActivationReading(
-                self.layer, self.depth, self.name, count, total, squared, peak, zeros, nonfinite,
-                saturated if flat else None, units - alive if enough else None, int(units) if enough else 0, self.module,
-            )  # fmt: skip
-
-        return packed, decode
-
-    def _take_units(self) -> torch.Tensor:
-        """Return units, those of them that were positive in a window, and rows, (3,); a full window becomes the one before."""
-        (before, now), (rows_before, rows_now) = self._positive, self._rows
-        alive = before.logical_or(now).sum(0, keepdim=True).to(self._units.dtype)
-        told = torch.cat([self._units, alive, rows_before + rows_now])
-        full = rows_now >= DEAD_ROWS
-        before.copy_(torch.where(full, now, before))
-        now.logical_and_(full.logical_not())
-        rows_before.copy_(torch.where(full, rows_now, rows_before))
-        rows_now.mul_(full.logical_not())
-        return told
-
-
-def _if(counts: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-    return values if counts is None else torch.where(counts, values, torch.zeros_like(values))
-
-
 class _SiteHook(_Hook):
     """Adds what it sees to a site's sums while the gate is open."""
 
-    def __init__(self, gate: Gate, meter: SiteMeter, guard: Guard) -> None:
-        self._gate, self._meter, self._guard = gate, meter, guard
+    def __init__(self, gate: Gate, meter: SiteMeter, waiting: WaitingRows, guard: Guard) -> None:
+        self._gate, self._meter, self._waiting, self._guard = gate, meter, waiting, guard
         self.runs_again = False
         """Compiled, and within a reentrant checkpoint: the last sampled forward was without gradients, recomputation has them."""
         gate.sites.append(self)
@@ -268,7 +190,11 @@ class _SiteHook(_Hook):
     def _add(self, value: object, counts: torch.Tensor | None) -> None:
         with torch.no_grad():
             activation = stats.activation_in(value)
-            if activation is not None:
+            if activation is None:
+                return
+            if counts is None:
+                self._waiting.add(self._meter, activation.detach())
+            else:
                 self._meter.add(activation.detach(), counts)
 
 
@@ -308,24 +234,24 @@ class ActivationMeter:
     def __init__(self, sites: Sequence[ActivationSite], device: torch.device, gate: Gate, guard: Guard) -> None:
         self._gate = gate
         generator = torch.Generator(device="cpu").manual_seed(1)
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        self._offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator, device="cpu").to(device, wide)
-        gate.counts = self._offsets.new_zeros((), dtype=torch.bool) if sites else None
+        offsets = torch.rand(stats.ROWS, dtype=torch.float64, generator=generator, device="cpu").to(device, wide_dtype(device))
+        self._strata = stats.Strata(offsets)
+        gate.counts = offsets.new_zeros((), dtype=torch.bool) if sites else None
+        self._waiting = WaitingRows()
         self._meters: list[SiteMeter] = []
         self.handles: list[RemovableHandle] = []
         for site in sites:
-            pre, post = (SiteMeter(site, name, self._offsets) for name in ("pre", "post"))
+            pre, post = (SiteMeter(site, name, self._strata) for name in ("pre", "post"))
             self._meters += [pre, post]
-            self.handles.append(site.module.register_forward_pre_hook(SitePreHook(gate, pre, guard), with_kwargs=True))
-            self.handles.append(site.module.register_forward_hook(SitePostHook(gate, post, guard)))
+            before = SitePreHook(gate, pre, self._waiting, guard)
+            self.handles.append(site.module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(site.module.register_forward_hook(SitePostHook(gate, post, self._waiting, guard)))
 
+    @torch.no_grad()
     def take(self) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[ActivationReading]]]:
         """Return what to read out and how to decode it, and go on to other rows."""
-        taken = [meter.take() for meter in self._meters]
-        self._offsets.add_(0.6180339887498949).frac_()
+        self._waiting.sum_up()
+        taken = take(self._meters)
+        self._strata.advance()
         self._gate.taken = True
-
-        def decode(numbers: Sequence[Sequence[float]]) -> list[ActivationReading]:
-            return [make(row) for (_, make), row in zip(taken, numbers, strict=True)]
-
-        return [packed for packed, _ in taken], decode
+        return taken

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from otel_train.sampling import wide_dtype, work_dtype
+from otel_train.sampling import GOLDEN, wide_dtype, work_dtype
 
 ROWS = 32
 """Rows sampled of a call, at most; fewer rows are read whole."""
@@ -81,72 +81,111 @@ def _nested_rows(nested: torch.Tensor) -> torch.Tensor | None:
     return nested.values().view(-1, widths.pop()) if len(widths) == 1 else None
 
 
-def sample_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+class Strata:
+    """Where in equal strata rows are picked; tensors on the device, so that nothing waits.
+
+    Args:
+        offsets: (ROWS,) uniform in [0, 1), in the type for totals.
+    """
+
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self.offsets = offsets
+        self._picked: dict[tuple[int, int, bool], torch.Tensor] = {}
+
+    def advance(self) -> None:
+        """Go on to other rows, by a step of the golden ratio as otel_train.sampling does."""
+        self.offsets.add_(GOLDEN).frac_()
+        self._picked.clear()
+
+    def pick(self, size: int, picked: int, *, second: bool = False) -> torch.Tensor:
+        """Return one index below ``size`` out of each stratum, (picked,) int64; ``second`` ones go by other offsets."""
+        if torch.compiler.is_compiling():  # a graph works them out itself: what Python remembers would be a guard
+            return self._pick(size, picked, second=second)
+        key = (size, picked, second)
+        if key not in self._picked:
+            self._picked[key] = self._pick(size, picked, second=second)
+        return self._picked[key]
+
+    def _pick(self, size: int, picked: int, *, second: bool) -> torch.Tensor:
+        offsets = self.offsets.flip(0) if second else self.offsets
+        strata = torch.arange(picked, device=offsets.device, dtype=offsets.dtype)
+        return ((offsets[:picked] + strata) * (size / picked)).long().clamp_(max=size - 1)
+
+
+def sample_rows(activation: torch.Tensor, strata: Strata) -> torch.Tensor:
     """Pick rows of an activation: one from each of equal strata, whole vectors over the units.
 
     Args:
         activation: (..., units), or (batch, units, ...) for images and volumes (4 or 5 dimensions).
-        offsets: (ROWS,) uniform in [0, 1), where in its stratum a row is.
+        strata: Where rows are picked.
 
     Returns:
         (rows, units) in the activation's type; a complex element is two real ones, here as in every sum.
     """
-    rows = _complex_or_real_rows(activation, offsets)
+    rows = _complex_or_real_rows(activation, strata)
     return torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
 
 
-def _complex_or_real_rows(activation: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _complex_or_real_rows(activation: torch.Tensor, strata: Strata) -> torch.Tensor:
     if activation.dim() in (4, 5):
-        return _sample_positions(activation.flatten(2), offsets)
+        return _sample_positions(activation.flatten(2), strata)
     rows = activation.flatten(0, -2) if activation.dim() > 1 else activation.reshape(1, -1)
     if rows.shape[0] <= ROWS:
         return rows
-    return rows.index_select(0, _strata(rows.shape[0], ROWS, offsets))
+    return rows.index_select(0, strata.pick(rows.shape[0], ROWS))
 
 
-def _sample_positions(images: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _sample_positions(images: torch.Tensor, strata: Strata) -> torch.Tensor:
     """Pick (image, position) pairs of (batch, units, positions): images in strata, and a few positions of each."""
     batch, _, positions = images.shape
     picked = min(batch, ROWS)
     if batch > ROWS:
-        images = images.index_select(0, _strata(batch, picked, offsets))
+        images = images.index_select(0, strata.pick(batch, picked))
     each = min(positions, max(1, ROWS // max(picked, 1)))
     if positions > each:
-        images = images.index_select(2, _strata(positions, each, offsets.flip(0)))
+        images = images.index_select(2, strata.pick(positions, each, second=True))
     return images.transpose(1, 2).flatten(0, 1)
-
-
-def _strata(size: int, picked: int, offsets: torch.Tensor) -> torch.Tensor:
-    strata = torch.arange(picked, device=offsets.device, dtype=offsets.dtype)
-    return ((offsets[:picked] + strata) * (size / picked)).long().clamp_(max=size - 1)
 
 
 def row_sums(rows: torch.Tensor, flat_outside: tuple[float, float] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over sampled rows.
 
+    Measured on 49,152 fp32 elements (one core): sum in fp64 11 us, norm in fp64 14, ``ne`` to floats and their sum 9, where
+    ``count_nonzero`` takes 13 and comparing to booleans alone 26.
+
     Args:
-        rows: (rows, units), any floating type.
+        rows: (..., rows, units), any floating type.
         flat_outside: (low, high) outside which the activation is flat, ends included.
 
     Returns:
-        (SUMS,) fp64, and the largest absolute value, () in the working type.
+        (..., SUMS) fp64, and the largest absolute value, (...) in the working type.
     """
     wide = wide_dtype(rows.device)
-    values = rows.to(wide)
-    # x - x is 0 for finite x and NaN for others, which count as non-zero: 4 times faster than isfinite and a sum of booleans
-    nonfinite = torch.count_nonzero(values - values).to(wide)
+    values = rows.flatten(-2).to(work_dtype(rows))
+    elements = values.shape[-1]
+    if not elements:
+        return values.new_zeros(*values.shape[:-1], SUMS, dtype=wide), values.new_zeros(values.shape[:-1])
+    total = values.sum(-1, dtype=wide)
     if flat_outside is None:
-        saturated = torch.zeros((), dtype=wide, device=rows.device)
+        saturated = torch.zeros_like(total)
     else:
         low, high = flat_outside
-        saturated = values.ge(high).logical_or(values.le(low)).sum(dtype=wide)
-    count = torch.full((), float(rows.numel()), dtype=wide, device=rows.device)
-    zeros = count - torch.count_nonzero(values)
-    sums = torch.stack([count, values.sum(), values.square().sum(), zeros, saturated, nonfinite])
-    peak = values.abs().amax() if rows.numel() else torch.zeros((), dtype=wide, device=rows.device)
-    return sums, peak.to(work_dtype(rows))
+        saturated = _number(torch.ge, values, high) + _number(torch.le, values, low)
+    squared = torch.linalg.vector_norm(values, dim=-1, dtype=wide).square()
+    # x - x is 0 for finite x and NaN for others, which are not equal to 0
+    nonfinite = _number(torch.ne, values - values, 0.0)
+    zeros = elements - _number(torch.ne, values, 0.0)
+    sums = torch.stack([torch.full_like(total, elements), total, squared, zeros, saturated.to(wide), nonfinite], dim=-1)
+    return sums, values.abs().amax(-1)
+
+
+def _number(relation: Callable[..., torch.Tensor], values: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return how many elements of each row have a relation to a number."""
+    return relation(values, bound, out=torch.empty_like(values)).sum(-1)
 
 
 def positive_units(rows: torch.Tensor) -> torch.Tensor:
-    """Say which units are positive in some row, (units,) bool."""
-    return rows.gt(0).any(0)
+    """Say which units are positive in some row, (..., units) bool, of (..., rows, units)."""
+    if not rows.shape[-2]:
+        return rows.new_zeros(*rows.shape[:-2], rows.shape[-1], dtype=torch.bool)
+    return rows.nan_to_num(nan=0.0).amax(-2).gt(0)

@@ -128,7 +128,8 @@ class SampledReader:
         rows_changed = differs(rows_before, rows_after).sum((1, 2), dtype=wide)
         row_norms = torch.linalg.vector_norm(rows_after.sub_(rows_before), dim=2)
         return torch.stack(
-            [squares.sum(1, dtype=wide), squares_of(squares), changed.sum(1, dtype=wide), squares_of(row_norms), rows_changed], dim=1
+            [squares.sum(1, dtype=wide), squares_of(squares), changed.sum(1, dtype=wide), squares_of(row_norms), rows_changed],
+            dim=1,
         )
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from otel_train.catalog import MetricSpec
 from otel_train.catalog import activations as act
 from otel_train.catalog import loss as loss_catalog
-from otel_train.hooks.module import DEAD_ROWS
+from otel_train.hooks.site_meter import DEAD_ROWS
 from otel_train.snapshot import Snapshot
 from otel_train.stats.activations import ROWS, activation_in
 from otel_train.testing import capture
@@ -766,7 +766,7 @@ def test_no_operation_of_ours_lacks_a_deterministic_version_on_cuda() -> None:
     """Against torch's own list, over every operation of sampled steps, with what the model does itself left out."""
     listed = without_deterministic_version()
     assert {"cumsum", "bincount", "histc", "put"} <= listed
-    model = Gpt(width=48)
+    model = Gpt(vocabulary=1024, width=48)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     found = []
     for attached in (True, False):

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from otel_train.catalog import activations as act
 from otel_train.catalog import loss as loss_catalog
 from otel_train.catalog import run as run_catalog
-from otel_train.hooks.module import DEAD_ROWS, _Hook
+from otel_train.hooks.module import _Hook
+from otel_train.hooks.site_meter import DEAD_ROWS
 from otel_train.stats.activations import ROWS
 from otel_train.testing import capture
 from tests import problems

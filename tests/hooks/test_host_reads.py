@@ -65,7 +65,7 @@ def test_every_hook_runs_on_values_that_are_not_there(updates: str) -> None:
             assert not any(guard.errors.values()), guard.errors
             assert measured is not None
             assert len(measured[0]) > 10
-            assert len(seen) == 2 * len(layer_map.sites) == 8
+            assert len(seen[0]) == 2 * len(layer_map.sites) == 8
             torch.cat([tensor.detach().reshape(-1).double() for tensor in measured[0] + seen])
     assert not any(guard.errors.values()), guard.errors
 

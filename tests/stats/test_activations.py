@@ -10,12 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from otel_train.stats import activations
-from otel_train.stats.activations import ROWS, SUMS
+from otel_train.stats.activations import ROWS, SUMS, Strata
 from tests.stats.test_sums import FAKE_DEVICE, Problem, dtypes, naive_squares, naive_sum, numbers, rms, same, small_problems
 
 
-def _offsets(seed: int = 0) -> torch.Tensor:
-    return torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def _strata(seed: int = 0) -> Strata:
+    return Strata(torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
 
 
 def _all_rows(activation: torch.Tensor) -> list[list[float]]:
@@ -113,7 +113,7 @@ LARGE_SHAPES = [
 def test_few_rows_are_read_whole(case: Shape, dtype: torch.dtype) -> None:
     """Up to ROWS rows: each exactly once, units last."""
     activation = torch.randn(case.shape).to(dtype)
-    rows = activations.sample_rows(activation, _offsets())
+    rows = activations.sample_rows(activation, _strata())
     assert rows.shape == (case.rows, case.units)
     assert rows.dtype is dtype
     assert sorted(rows.double().tolist()) == sorted(_all_rows(activation))
@@ -125,7 +125,7 @@ def test_few_rows_are_read_whole(case: Shape, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(0, 0), (3, 0), (3, 0, 2, 2)], ids=str)
 def test_an_activation_without_units_has_no_elements(shape: tuple[int, ...]) -> None:
     """Nothing raises, and the count is 0."""
-    rows = activations.sample_rows(torch.empty(shape), _offsets())
+    rows = activations.sample_rows(torch.empty(shape), _strata())
     assert activations.row_sums(rows, (0.0, 1.0))[0].tolist() == [0.0] * SUMS
 
 
@@ -138,7 +138,7 @@ def test_sampled_rows_are_rows_of_the_activation(case: Shape, dtype: torch.dtype
     activation = (torch.randn(case.shape) + units).to(dtype)
     known = _all_rows(activation)
     for seed in range(3):
-        rows = activations.sample_rows(activation, _offsets(seed))
+        rows = activations.sample_rows(activation, _strata(seed))
         assert rows.dtype is dtype
         assert rows.shape[1] == case.units
         assert all(row in known for row in rows.double().tolist())
@@ -149,7 +149,7 @@ def test_sampled_rows_are_rows_of_the_activation(case: Shape, dtype: torch.dtype
 @pytest.mark.parametrize("case", LARGE_SHAPES, ids=str)
 def test_at_most_rows_rows_are_sampled(case: Shape) -> None:
     """ROWS: rows sampled of a call, at most."""
-    assert activations.sample_rows(torch.randn(case.shape), _offsets()).shape[0] <= ROWS
+    assert activations.sample_rows(torch.randn(case.shape), _strata()).shape[0] <= ROWS
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.5, 1 - 2.0**-53])
@@ -157,7 +157,7 @@ def test_at_most_rows_rows_are_sampled(case: Shape) -> None:
 def test_the_ends_of_the_strata_lie_inside(shape: tuple[int, ...], offset: float) -> None:
     """Offsets at the ends of [0, 1) pick rows that exist."""
     activation = torch.randn(shape)
-    rows = activations.sample_rows(activation, torch.full((ROWS,), offset, dtype=torch.float64))
+    rows = activations.sample_rows(activation, Strata(torch.full((ROWS,), offset, dtype=torch.float64)))
     assert all(row in _all_rows(activation) for row in rows.double().tolist())
 
 
@@ -169,20 +169,20 @@ def test_noncontiguous_images_are_sampled_as_contiguous_ones() -> None:
         (tokens, tokens.transpose(0, 1).contiguous().transpose(0, 1)),
     ):
         assert not other.is_contiguous()
-        assert torch.equal(activations.sample_rows(other, _offsets()), activations.sample_rows(contiguous, _offsets()))
+        assert torch.equal(activations.sample_rows(other, _strata()), activations.sample_rows(contiguous, _strata()))
 
 
 def test_every_token_is_sampled_in_the_end() -> None:
     """With uniform offsets no row is left out: strata cover the activation."""
     activation = torch.arange(100.0).view(100, 1)
-    seen = {v for seed in range(100) for v in activations.sample_rows(activation, _offsets(seed)).view(-1).tolist()}
+    seen = {v for seed in range(100) for v in activations.sample_rows(activation, _strata(seed)).view(-1).tolist()}
     assert seen == set(range(100))
 
 
 def test_every_position_of_an_image_is_sampled_in_the_end() -> None:
     """Images and positions alike."""
     activation = torch.arange(40.0 * 9).view(40, 1, 3, 3)
-    seen = {v for seed in range(500) for v in activations.sample_rows(activation, _offsets(seed)).view(-1).tolist()}
+    seen = {v for seed in range(500) for v in activations.sample_rows(activation, _strata(seed)).view(-1).tolist()}
     assert len(seen) >= 0.99 * 360
 
 
@@ -191,7 +191,7 @@ def test_every_position_of_an_image_is_sampled_in_the_end() -> None:
 def test_mean_and_deviation_of_a_large_activation_are_right(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """32 rows of 512 units: 16,384 elements, so within 4 standard errors of the whole."""
     activation = torch.nn.functional.gelu(torch.randn(shape)).to(dtype)
-    count, total, squared, *_ = activations.row_sums(activations.sample_rows(activation, _offsets()), None)[0].tolist()
+    count, total, squared, *_ = activations.row_sums(activations.sample_rows(activation, _strata()), None)[0].tolist()
     mean, wide = total / count, activation.double()
     true_mean, true_deviation = wide.mean().item(), wide.std(correction=0).item()
     assert count >= ROWS * 512
@@ -203,7 +203,7 @@ def test_mean_and_deviation_of_a_large_activation_are_right(shape: tuple[int, ..
 def test_a_constant_activation_has_no_deviation(dtype: torch.dtype) -> None:
     """From the sums: 0 to 1e-6 of the value."""
     activation = torch.full((8, 64, 100), 0.1).to(dtype)
-    count, total, squared, *_ = activations.row_sums(activations.sample_rows(activation, _offsets()), None)[0].tolist()
+    count, total, squared, *_ = activations.row_sums(activations.sample_rows(activation, _strata()), None)[0].tolist()
     assert math.sqrt(abs(squared / count - (total / count) ** 2)) <= 1e-6 * 0.1
 
 
@@ -222,8 +222,8 @@ def test_units_that_are_positive_somewhere_are_said(dtype: torch.dtype) -> None:
 def test_activations_read_nothing_on_the_host(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """On tensors without values everything runs: nothing waits for the device."""
     with FakeTensorMode():
-        offsets = torch.empty(ROWS, dtype=torch.float64, device=FAKE_DEVICE)
-        rows = activations.sample_rows(torch.empty(shape, dtype=dtype, device=FAKE_DEVICE), offsets)
+        strata = Strata(torch.empty(ROWS, dtype=torch.float64, device=FAKE_DEVICE))
+        rows = activations.sample_rows(torch.empty(shape, dtype=dtype, device=FAKE_DEVICE), strata)
         for flat_outside in (None, (-1.0, 1.0)):
             assert activations.row_sums(rows, flat_outside)[0].shape == (SUMS,)
         assert activations.positive_units(rows).dtype is torch.bool
