@@ -128,6 +128,7 @@ def test_phases_take_turns_at_the_histogram() -> None:
     sampler, phases = Sampler(CPU), []
     for _ in range(2 * chosen.phases):
         draw = sampler.draw(chosen)
+        assert draw.magnitude_lines is not None
         lines, part = draw.lines.tolist(), draw.magnitude_lines.tolist()
         matching = [phase for phase in range(chosen.phases) if lines[phase :: chosen.phases] == part]
         assert len(matching) == 1

@@ -168,10 +168,12 @@ class _SiteHook(_Hook):
     def _see(self, module: nn.Module, value: object) -> None:
         if torch.compiler.is_compiling():
             if self._measures_in_graph(module):
-                self._add(value, self._gate.counts)
+                self._add_in_graph(value)
         elif self._gate.active and module.training:
             with self._guard.part("activations"), unseen_by_selective_checkpoints():
-                self._add(value, None)
+                activation = stats.activation_in(value)
+                if activation is not None:
+                    self._waiting.add(self._meter, activation.detach())
 
     def _measures_in_graph(self, module: nn.Module) -> bool:
         """Say whether this graph measures; what is looked at here is what tells graphs apart.
@@ -187,15 +189,11 @@ class _SiteHook(_Hook):
             self.runs_again = True
         return measures
 
-    def _add(self, value: object, counts: torch.Tensor | None) -> None:
+    def _add_in_graph(self, value: object) -> None:
         with torch.no_grad():
             activation = stats.activation_in(value)
-            if activation is None:
-                return
-            if counts is None:
-                self._waiting.add(self._meter, activation.detach())
-            else:
-                self._meter.add(activation.detach(), counts)
+            if activation is not None and self._gate.counts is not None:
+                self._meter.add(activation.detach(), self._gate.counts)
 
 
 def unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:

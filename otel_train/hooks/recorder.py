@@ -200,7 +200,7 @@ class Recorder:
         if self.activations is None or self._step.activations_at == self._step.forwards:
             return
         self._step.activations_at = self._step.forwards
-        with self._guard.part("readout"):
+        with self._guard.part("activations"):
             seen, decode = self.activations.take()
             if seen and self._cadence.is_sampled(self._closed + 1):
                 self._step.parts.append(Part(None, seen, decode))

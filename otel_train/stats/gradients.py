@@ -56,7 +56,8 @@ def read_gradients(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw, *,
 def _row_norms(norms: torch.Tensor, gradients: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
     """Return the norms of rows, out of those of their runs where runs do not cross rows: then they are there for nothing."""
     if plan.columns % run_length(plan.columns) == 0 and all(g.is_contiguous() and not g.is_sparse for g in gradients):
-        return torch.linalg.vector_norm(norms.view(len(gradients), plan.rows, -1), dim=2)
+        found: torch.Tensor = torch.linalg.vector_norm(norms.view(len(gradients), plan.rows, -1), dim=2)
+        return found
     return row_norms(gradients, plan)
 
 

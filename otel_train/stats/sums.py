@@ -67,12 +67,15 @@ def run_norms(elements: torch.Tensor, run: int, out: torch.Tensor | None = None)
     NB: squares are fp32: elements under 1e-23 count as 0, and a norm over 1e19 shows as Inf.
     """
     runs = elements.numel() // run
-    return torch.linalg.vector_norm(elements[: runs * run].view(runs, run), dim=1, dtype=work_dtype(elements), out=out)
+    whole = elements[: runs * run].view(runs, run)
+    norms: torch.Tensor = torch.linalg.vector_norm(whole, dim=1, dtype=work_dtype(elements), out=out)
+    return norms
 
 
 def squares_of(norms: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each row, (n,) fp64, without a temporary of that type."""
-    return torch.linalg.vector_norm(norms, dim=1, dtype=wide_dtype(norms.device)).square()
+    root: torch.Tensor = torch.linalg.vector_norm(norms, dim=1, dtype=wide_dtype(norms.device))
+    return root.square()
 
 
 class LargeSums:
@@ -95,7 +98,7 @@ class LargeSums:
         tails: list[torch.Tensor] = []
         for tensor, out in zip(tensors, self.norms, strict=True):
             values = flat(tensor)
-            for part, norms in zip(values.split(piece), out.split(max(piece // run, 1)), strict=False):
+            for part, norms in zip(torch.split(values, piece), torch.split(out, max(piece // run, 1)), strict=False):
                 run_norms(part, run, norms)
                 if plain:
                     # torch sums fp32 in a cascade: its error does not grow with the length

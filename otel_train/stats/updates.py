@@ -51,7 +51,7 @@ def _small_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def _large_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    pieces = zip(before.split(PIECE), after.split(PIECE), strict=True)
+    pieces = zip(torch.split(before, PIECE), torch.split(after, PIECE), strict=True)
     return torch.stack([_piece_changes(copy, now.to(copy.dtype)) for copy, now in pieces]).sum(0)
 
 

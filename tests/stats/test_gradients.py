@@ -208,6 +208,7 @@ def test_sampled_magnitudes_are_elements_of_the_drawn_lines(shape: tuple[int, ..
     found = gradients.magnitude_samples(tensors, chosen, draw)
     assert found.dtype is torch.float32
     assert found.shape[0] == 2
+    assert draw.magnitude_lines is not None
     for tensor, row in zip(tensors, found.tolist(), strict=True):
         values = numbers(tensor)
         expected = [values[line * chosen.width + i] for line in draw.magnitude_lines.tolist() for i in range(chosen.width)]
