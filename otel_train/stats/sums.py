@@ -45,8 +45,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def stacked(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the elements of tensors of one shape as (m, k) matrices of a few tensors each, in their order."""
     several = max(1, _CHUNK // max(tensors[0].numel(), 1))
+    plain = [flat(t) if t.is_sparse or t.is_complex() else t for t in tensors]  # a view of each would cost as much as the copy
     for first in range(0, len(tensors), several):
-        yield torch.stack([flat(t) for t in tensors[first : first + several]])
+        chunk = torch.stack(plain[first : first + several])
+        yield chunk.reshape(len(chunk), plain[first].numel())
 
 
 def rows_of(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
