@@ -94,6 +94,9 @@ class MonitorConfig:
     """Seconds that ``attach`` waits for other ranks, and, in the monitor's own thread, a sampled step's values for theirs."""
     updates: Literal["sampled", "exact", "off"] = field(default="sampled", metadata=_reads(str))
     """How the change of the weights is measured: on samples, on every element (one copy of the weights), or not."""
+    update_memory_mb: float | None = field(default=None, metadata=_reads(_optional(float)))
+    """MiB that copies of weights may take: above it layers are measured in turns, one part of them a sample. Default: as much as
+    ``exact`` needs; of ``sampled`` 64, or a hundredth of weights and gradients where that is more."""
     planned_steps: int | None = field(default=None, metadata=_reads(_optional(int)))
     """Optimizer steps that the run is planned for."""
     warmup_steps: int | None = field(default=None, metadata=_reads(_optional(int)))
@@ -119,7 +122,7 @@ class MonitorConfig:
             self._check_integer(name, least=1)
         for name in ("planned_steps", "warmup_steps"):
             self._check_integer(name, least=1 if name == "planned_steps" else 0, optional=True)
-        for name in ("flops_per_token", "peak_flops"):
+        for name in ("flops_per_token", "peak_flops", "update_memory_mb"):
             self._check_positive(name)
         self._check_positive("rank_timeout", optional=False)
         self._check_choice("layers_on", ("owner", "all"))

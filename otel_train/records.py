@@ -239,3 +239,5 @@ class Coverage:
     sites: tuple[tuple[str, int], ...]
     """Layer and depth of each activation site."""
     parameters: tuple[CoveredParameter, ...] = ()
+    update_turns: int = 1
+    """Samples until the update of every parameter has been measured."""

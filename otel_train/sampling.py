@@ -42,12 +42,16 @@ The squares of an update vary by 2 to 5 times their mean between elements, outsi
 text); an error of 3 % then takes some 10,000 elements whatever the tensor's size."""
 _ROWS, _ROW_SHARE = 256, 16
 """Rows read exactly: so many at most, and at most a 16th of them, and of a matrix at most as many elements as are drawn."""
-_TALL = 4096
-"""From so many rows on a matrix (a head) is read as an embedding is."""
+_SPARSE_CAP, _SPARSE_SHARE = 1 << 17, 256
+"""Elements in the rows of an embedding that are read exactly: so many at most, or the 256th part of them."""
+_TALL, _NARROW = 4096, 4
+"""From so many rows on, and with more than so many rows a column, a matrix (a head) is read as an embedding is."""
 _LINE, _CACHED = 8, 1 << 18
 """Neighbours in a line, where the tensor has more elements than the cache holds: one cache miss a line."""
 MAGNITUDES = 4096
-"""Elements of a tensor for the magnitude histogram, at most."""
+"""Elements of a tensor for the magnitude histogram, at most …"""
+ALL_MAGNITUDES, FEWEST_MAGNITUDES = 1 << 18, 128
+"""… and of all tensors together, but never fewer than so many of each."""
 GOLDEN = 0.6180339887498949
 """The step from sample to sample that leaves the largest gap smallest."""
 
@@ -102,8 +106,9 @@ def plan(shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = 
     if elements <= WHOLE:
         return Plan(elements, rows, magnitudes=min(elements, magnitudes))
     columns = elements // rows
-    sparse = embedding or rows >= _TALL
-    top = min(_ROWS, rows // _ROW_SHARE, _ROWS if sparse else _CAP // columns) if rows > 1 else 0
+    sparse = embedding or (rows >= _TALL and rows > _NARROW * columns)
+    exactly = max(_SPARSE_CAP, elements // _SPARSE_SHARE) if sparse else _CAP
+    top = min(_ROWS, rows // _ROW_SHARE, exactly // columns) if rows > 1 else 0
     # A row of an embedding moves or does not, so neighbours tell the same. A line lies within a row.
     width = 1 if sparse or elements <= _CACHED else math.gcd(columns, _LINE)
     budget = min(_CAP, elements // _SHARE)

@@ -24,6 +24,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return part.detach()
 
 
+def even_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of the largest part that any rank holds, if a tensor is cut evenly: the same on all ranks."""
+    shape = list(tensor.shape)
+    if is_sharded(tensor):
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(dimension))
+    return tuple(shape)
+
+
 def is_partial(tensor: object) -> bool:
     """Say whether ranks hold summands of a tensor rather than parts of it."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)

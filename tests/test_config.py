@@ -75,7 +75,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "kinds": "matrix, vector",
         "activations": "blocks.*.act,head", "histograms": "off", "updates": "exact", "planned_steps": "100", "warmup_steps": "none",
         "flops_per_token": "6e6", "peak_flops": "1e12", "labels": "team=a,user=b", "handle_sigterm": "yes",
-        "layers_on": "all", "rank_timeout": "2.5",
+        "layers_on": "all", "rank_timeout": "2.5", "update_memory_mb": "128",
     }  # fmt: skip
     assert set(texts) == {entry.name for entry in dataclasses.fields(MonitorConfig)}
     found = make_config(None, {}, {f"OTEL_TRAIN_{name.upper()}": text for name, text in texts.items()})
@@ -83,7 +83,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         run="r", every_n_steps=5, host="::1", port=0, layers="block", max_layers=9, kinds=("matrix", "vector"),
         activations=("blocks.*.act", "head"), histograms="off", updates="exact", planned_steps=100, warmup_steps=None,
         flops_per_token=6e6, peak_flops=1e12, labels={"team": "a", "user": "b"}, handle_sigterm=True,
-        layers_on="all", rank_timeout=2.5,
+        layers_on="all", rank_timeout=2.5, update_memory_mb=128.0,
     )  # fmt: skip
 
 

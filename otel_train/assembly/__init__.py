@@ -289,10 +289,14 @@ class Assembler:
         ordered = tuple(sample for spec in CATALOG.values() for sample in samples[spec])
         return Snapshot(self._facts.base_labels, now, ordered)
 
+    def _update_mode(self) -> str:
+        mode, turns = self._facts.update_mode, self._coverage.update_turns
+        return mode if turns == 1 else f"{mode} in {turns} turns"
+
     def _run_samples(self, live: LiveState) -> Iterator[Sample]:
         facts = self._facts
         precision = self._last.precision if self._last else "unknown"
-        info = (facts.model, str(facts.world_size), facts.torch_version, facts.version, facts.update_mode, precision)
+        info = (facts.model, str(facts.world_size), facts.torch_version, facts.version, self._update_mode(), precision)
         yield Sample(run.RUN_INFO, info, 1)
         yield Sample(run.DEVICE_INFO, (facts.device, facts.device_uuid, str(facts.local_rank), facts.host), 1)
         yield Sample(run.RUN_ACTIVE, (), int(live.active))

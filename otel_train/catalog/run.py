@@ -7,7 +7,8 @@ RUN_INFO = gauge(
     "What runs; always 1.",
     labels=("model", "world_size", "torch_version", "version", "update_mode", "precision"),
     reduction=Reduction.SAME,
-    note="`update_mode` is `sampled`, `exact` or `off`; `precision` the parameters' type, and autocast's where it was seen.",
+    note="`update_mode` is `sampled`, `exact` or `off`; with `in 3 turns` where memory is bounded: a layer is measured in every "
+    "third sample, and shows its last value in between. `precision` is the parameters' type, and autocast's where it was seen.",
 )
 DEVICE_INFO = gauge(
     "otel_train.device_info",

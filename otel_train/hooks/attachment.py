@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from otel_train.config import MonitorConfig
+from otel_train.errors import AttachError
 from otel_train.guard import Guard
 from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
 from otel_train.hooks.optimizer import group_names, hook_steps
 from otel_train.hooks.parameters import ParameterMeter
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Meters, Recorder
+from otel_train.hooks.turns import Turns, memory_bound, take_turns
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
 from otel_train.records import Coverage, CoveredParameter
 from otel_train.sampling import Sampler
@@ -57,6 +60,7 @@ class Attachment:
         self._optimizers = {name: weakref.ref(optimizer) for name, optimizer in optimizers.items()}
         self._config, self._guard, self._cover = config, guard, cover
         layer_map = map_layers(model, group_names(optimizers), config)
+        self._refuse_small_memory(layer_map)
         if layer_map.note:
             _LOG.warning("%s", layer_map.note)
         first = layer_map.parameters[0].tensor
@@ -121,7 +125,8 @@ class Attachment:
         self._parameters = list(model.parameters()) if model is not None else []
         self._signature = tuple(p.requires_grad for p in self._parameters)
         self._group_signatures = {id(optimizer): _signature(optimizer) for optimizer in self._live_optimizers().values()}
-        self._meters = self._make_meters(layer_map)
+        turns = self._turns(layer_map)
+        self._meters = self._make_meters(layer_map, turns)
         layers, owners = dict.fromkeys(p.layer for p in layer_map.parameters if p.layer is not None), self._owners()
         self._cover(
             Coverage(
@@ -134,6 +139,7 @@ class Attachment:
                     CoveredParameter(p.name, p.tensor.numel() * (1 + p.tensor.is_complex()), p.layer, owners(p.tensor))
                     for p in layer_map.parameters
                 ),
+                update_turns=turns.count,
             )
         )
 
@@ -152,7 +158,17 @@ class Attachment:
         first = next((id(optimizer) for optimizer in live), None)
         return lambda parameter: owners.get(id(parameter), first)
 
-    def _make_meters(self, layer_map: LayerMap) -> Meters:
+    def _turns(self, layer_map: LayerMap) -> Turns:
+        parameters, updates = layer_map.parameters, self._config.updates
+        return take_turns(parameters, updates, memory_bound(parameters, updates, self._config.update_memory_mb))
+
+    def _refuse_small_memory(self, layer_map: LayerMap) -> None:
+        given, (name, size) = self._config.update_memory_mb, self._turns(layer_map).largest
+        least = math.ceil(size / (1 << 20))
+        if given is not None and given < least:
+            raise AttachError(f"update_memory_mb: expected at least {least}, which {name} takes alone, got {given:g}")
+
+    def _make_meters(self, layer_map: LayerMap, turns: Turns) -> Meters:
         """Give each optimizer a meter for its parameters."""
         owner = self._owners()
         members: dict[int, list[MonitoredParameter]] = {id(optimizer): [] for optimizer in self._live_optimizers().values()}
@@ -160,7 +176,7 @@ class Attachment:
             optimizer = owner(parameter.tensor)
             if optimizer is not None:
                 members[optimizer].append(parameter)
-        return {i: ParameterMeter(found, self._config.updates, self._guard, self._samplers) for i, found in members.items()}
+        return {i: ParameterMeter(found, self._config.updates, turns, self._guard, self._samplers) for i, found in members.items()}
 
     def remove(self) -> None:
         """Remove all hooks and let go of the parameters; twice is harmless."""

@@ -9,9 +9,10 @@ import torch
 
 from otel_train.guard import Guard
 from otel_train.hooks.shape_group import ShapeGroup
+from otel_train.hooks.turns import Turns
 from otel_train.layers import MonitoredParameter
 from otel_train.records import ParameterReading
-from otel_train.sampling import Sampler, plan
+from otel_train.sampling import ALL_MAGNITUDES, FEWEST_MAGNITUDES, MAGNITUDES, Sampler, plan
 from otel_train.shards import is_partial, is_readable, local
 
 Decode = Callable[[Sequence[Sequence[float]]], list[ParameterReading]]
@@ -23,14 +24,21 @@ class ParameterMeter:
     Args:
         parameters: The parameters whose steps it sees.
         updates: ``sampled``, ``exact`` or ``off``.
+        turns: In which samples whose updates are measured.
         guard: Counts time and failures.
         samplers: By device; shared by the meters of a model, and kept when they are made anew.
     """
 
     def __init__(
-        self, parameters: Sequence[MonitoredParameter], updates: str, guard: Guard, samplers: dict[torch.device, Sampler]
+        self,
+        parameters: Sequence[MonitoredParameter],
+        updates: str,
+        turns: Turns,
+        guard: Guard,
+        samplers: dict[torch.device, Sampler],
     ) -> None:
-        self._parameters, self._updates, self._guard = list(parameters), updates, guard
+        self._parameters, self._updates, self._turns, self._guard = list(parameters), updates, turns, guard
+        self._sample = -1
         self._samplers = samplers
         self._groups: list[ShapeGroup] = []
         self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
@@ -46,6 +54,7 @@ class ParameterMeter:
         self._complete = read = False
         with self._guard.part("gradients"):
             self._regroup()
+            self._sample += 1
             for sampler in self._samplers.values():
                 sampler.advance()
             for group in self._groups:
@@ -55,7 +64,7 @@ class ParameterMeter:
             return
         with self._guard.part("updates"):
             for group in self._groups:
-                group.read_before()
+                group.read_before(self._sample)
             self._complete = True
 
     @torch.no_grad()
@@ -97,21 +106,26 @@ class ParameterMeter:
         signature = tuple((id(p.tensor), p.tensor.dtype, p.tensor.device, local(p.tensor).shape) for p in present)
         if signature == self._grouped:
             return
-        by_shape: defaultdict[tuple[object, ...], list[MonitoredParameter]] = defaultdict(list)
+        alike: defaultdict[tuple[object, ...], list[MonitoredParameter]] = defaultdict(list)
         for parameter in present:
             t = parameter.tensor
             grad_dtype = None if t.grad is None else t.grad.dtype
             shape = local(t).shape
-            by_shape[shape, t.dtype, grad_dtype, t.device, parameter.kind == "embedding", is_partial(t.grad)].append(parameter)
-        self._groups = [self._group(members) for members in by_shape.values()]
+            kind, turn = parameter.kind == "embedding", self._turns.of.get(id(t), 0)
+            alike[shape, t.dtype, grad_dtype, t.device, kind, is_partial(t.grad), turn].append(parameter)
+        counted = sum(parameter.histogram is not None for parameter in present)
+        magnitudes = max(FEWEST_MAGNITUDES, min(MAGNITUDES, ALL_MAGNITUDES // max(counted, 1)))
+        self._groups = [self._group(members, magnitudes) for members in alike.values()]
         self._grouped = signature
 
-    def _group(self, members: list[MonitoredParameter]) -> ShapeGroup:
+    def _group(self, members: list[MonitoredParameter], magnitudes: int) -> ShapeGroup:
         first = members[0].tensor
         if first.device not in self._samplers:
             self._samplers[first.device] = Sampler(first.device)
         sampler = self._samplers[first.device]
         own = local(first).shape
         shape = (*own, 2) if first.is_complex() else own
-        chosen = plan(shape, embedding=members[0].kind == "embedding", exact=self._updates == "exact")
-        return ShapeGroup(members, chosen, sampler, measure_updates=self._updates != "off")
+        sparse, exact = members[0].kind == "embedding", self._updates == "exact"
+        chosen = plan(shape, embedding=sparse, exact=exact, magnitudes=magnitudes)
+        turn = None if self._updates == "off" else (self._turns.of.get(id(first), 0), self._turns.count)
+        return ShapeGroup(members, chosen, sampler, turn=turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -23,14 +24,19 @@ class ShapeGroup:
         members: The parameters; each has a gradient. Of sharded ones this rank's shard is measured.
         plan: What is read of each.
         sampler: Draws the elements, where not all are read.
-        measure_updates: Whether the change of the weights is measured.
+        turn: The update is measured in this one of so many samples; None: in none.
     """
 
-    def __init__(self, members: Sequence[MonitoredParameter], plan: Plan, sampler: Sampler, *, measure_updates: bool) -> None:
+    def __init__(
+        self, members: Sequence[MonitoredParameter], plan: Plan, sampler: Sampler, *, turn: tuple[int, int] | None
+    ) -> None:
         self._members, self._plan, self._sampler = members, plan, sampler
-        self._measure_updates = measure_updates
+        self._turn = turn
+        self._measures = False  # the update, in this sample
+        # Of each member's last turn: the estimate and the sum of squares of its weights. Only the host's side looks at it.
+        self._last: dict[int, tuple[updates.UpdateEstimate, float]] = {}
         self._counts_magnitudes = any(member.histogram is not None for member in members)
-        self._reader = None if plan.whole else updates.SampledReader(self._weights(), plan)
+        self._reader: updates.SampledReader | None = None
         self._copies: list[torch.Tensor] = []
         self._row_norms: torch.Tensor | None = None
         self._results: dict[str, torch.Tensor] = {}
@@ -63,31 +69,39 @@ class ShapeGroup:
     def _is_partial(self) -> bool:
         return is_partial(self._members[0].tensor.grad)
 
-    def read_before(self) -> None:
-        """Take the weights' norms, and copy what the update is measured on; after this step's gradients are there."""
+    def read_before(self, sample: int) -> None:
+        """Take the weights' norms, and copy what the update is measured on; after this step's gradients are there.
+
+        Args:
+            sample: Its number, which tells whose turn it is.
+        """
         weights = self._weights()
-        if self._reader is None and self._measure_updates:
+        self._measures = self._turn is not None and sample % self._turn[1] == self._turn[0]
+        if self._measures and self._plan.whole:
             self._copies = updates.read_whole(weights)
             sums = parameters.square_sums_of_copies(self._copies)
         else:
             sums = parameters.weight_square_sums(weights)
         self._results["weight"] = sums = sums.unsqueeze(1)
         self._results["weight_nonfinite"] = self._settle(weights, sums, "weight")
-        if self._measure_updates and self._reader is not None:
+        if self._measures and not self._plan.whole:
             draw = self._sampler.draw(self._plan)
+            self._reader = self._reader or updates.SampledReader(weights, self._plan)
             self._reader.choose_rows(self._row_norms, draw)
             self._reader.read(weights, draw, after=False)
 
     def read_after(self) -> None:
         """Compare the weights with what was copied before the step."""
-        if not self._measure_updates:
+        if not self._measures:
             return
         if self._reader is None:
             self._results["update"] = updates.whole_sums(self._copies, self._weights())
             self._copies = []
-        else:
-            self._reader.read(self._weights(), self._sampler.draw(self._plan), after=True)
-            self._results["update"] = self._reader.sums()
+            return
+        self._reader.read(self._weights(), self._sampler.draw(self._plan), after=True)
+        self._results["update"] = self._reader.sums()
+        if self._turn != (0, 1):
+            self._reader = None  # the next turn needs the memory
 
     def _settle(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, what: str) -> torch.Tensor:
         """Count non-finite elements, exactly, of the tensors whose sums are not finite: counting all of them costs 8 % of a step.
@@ -118,7 +132,7 @@ class ShapeGroup:
         """Return what to read out, and the host function that turns the numbers into readings."""
         names = list(self._results)
         tensors = [self._results[name] for name in names]
-        self._results = {}
+        self._results, self._row_norms = {}, None
 
         def decode(numbers: Sequence[Sequence[float]]) -> list[ParameterReading]:
             return self._decode(dict(zip(names, numbers, strict=True)))
@@ -136,7 +150,7 @@ class ShapeGroup:
 
     def _sums(self, index: int, row: dict[str, Sequence[float]]) -> ParameterSums:
         total, squared = row["gradient"]
-        update = self._estimate(row["update"]) if "update" in row else None
+        update = self._update(index, row.get("update"), row["weight"][0])
         magnitudes, magnitude_sum = self._scaled_magnitudes(row.get("magnitudes"))
         return ParameterSums(
             elements=self._plan.elements,
@@ -153,9 +167,15 @@ class ShapeGroup:
             partial_gradient=tuple(row["partial"]) if "partial" in row else None,
         )
 
-    def _estimate(self, sums: Sequence[float]) -> updates.UpdateEstimate:
-        estimate = updates.estimate_whole if self._plan.whole else updates.estimate_sampled
-        return estimate(self._plan, sums)
+    def _update(self, index: int, sums: Sequence[float] | None, weight_squared: float) -> updates.UpdateEstimate | None:
+        """Return what was measured; where it was not this group's turn, what gives the ratio that its last one showed."""
+        if sums is not None:
+            estimate = updates.estimate_whole if self._plan.whole else updates.estimate_sampled
+            self._last[index] = estimate(self._plan, sums), weight_squared
+        last, then = self._last.get(index, (None, 0.0))
+        if sums is not None or last is None or not then:
+            return last
+        return dataclasses.replace(last, update_squared=last.update_squared * weight_squared / then)
 
     def _scaled_magnitudes(self, row: Sequence[float] | None) -> tuple[tuple[float, ...] | None, float]:
         """Let the sampled elements stand for all of the tensor."""

@@ -98,10 +98,11 @@ class LargeSums:
         rest = elements % run
         totals: list[torch.Tensor] = []
         tails: list[torch.Tensor] = []
-        for tensor, out in zip(tensors, self.norms, strict=True):
+        for tensor, norms in zip(tensors, self.norms, strict=True):
             values = flat(tensor)
-            for part, norms in zip(torch.split(values, piece), torch.split(out, max(piece // run, 1)), strict=False):
-                run_norms(part, run, norms)
+            for start in range(0, elements, piece):
+                part = values[start : start + piece]
+                run_norms(part, run, norms[start // run : (start + part.numel()) // run])
                 if plain:
                     # torch sums fp32 in a cascade: its error does not grow with the length
                     totals.append(part.sum(dtype=self.norms.dtype))

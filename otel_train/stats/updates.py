@@ -11,6 +11,9 @@ import torch
 from otel_train.sampling import Draw, Plan, wide_dtype, work_dtype
 from otel_train.stats.sums import PIECE, RUN, STACK, flat, rows_of, run_norms, squares_of, stacked
 
+_DEVICE_PIECE = 4 * PIECE
+"""On an accelerator, elements a pass: fewer calls, and still little memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateEstimate:
@@ -51,7 +54,8 @@ def _small_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def _large_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    pieces = zip(torch.split(before, PIECE), torch.split(after, PIECE), strict=True)
+    size = PIECE if before.device.type == "cpu" else _DEVICE_PIECE
+    pieces = zip(torch.split(before, size), torch.split(after, size), strict=True)
     return torch.stack([_piece_changes(copy, now.to(copy.dtype)) for copy, now in pieces]).sum(0)
 
 

@@ -15,6 +15,7 @@ from otel_train.guard import Guard
 from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
 from otel_train.hooks.optimizer import group_names
 from otel_train.hooks.parameters import ParameterMeter
+from otel_train.hooks.turns import Turns
 from otel_train.layers import map_layers
 from otel_train.sampling import Sampler
 from otel_train.stats import gradients
@@ -52,7 +53,7 @@ def test_every_hook_runs_on_values_that_are_not_there(updates: str) -> None:
         gate = Gate()
         samplers: dict[torch.device, Sampler] = {}
         activations = ActivationMeter(layer_map.sites, torch.device(DEVICE), gate, guard)
-        meter = ParameterMeter(layer_map.parameters, updates, guard, samplers)
+        meter = ParameterMeter(layer_map.parameters, updates, Turns(), guard, samplers)
         model.register_forward_pre_hook(RootPreHook(gate, lambda *_: None), with_kwargs=True)
         model.register_forward_hook(RootHook(gate, lambda: None))
         gate.sample = True

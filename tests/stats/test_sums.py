@@ -205,6 +205,16 @@ def test_three_million_elements_add_up_to_a_millionth(dtype: torch.dtype, make: 
     assert same(total, wide.sum().item(), 1e-6, 1e-6 * math.sqrt(expected))
 
 
+@pytest.mark.parametrize("rest", [0, 5, sums.RUN, sums.RUN + 5])
+def test_what_does_not_fill_a_piece_counts_too(rest: int) -> None:
+    """Pieces, runs and single elements at the end: all are in the sum and in the sum of squares."""
+    tensor = torch.rand(sums.PIECE + rest)
+    tensor[-1] = 1e6
+    total, square = sums.sum_and_square_sum([tensor])[0].tolist()
+    assert same(total, tensor.double().sum().item(), 1e-6)
+    assert same(square, tensor.double().square().sum().item(), 1e-6)
+
+
 def test_a_large_constant_adds_up_to_a_millionth() -> None:
     """Equal elements all round the same way, which is where short sums drift."""
     tensor = torch.full((LARGE,), 0.1)
