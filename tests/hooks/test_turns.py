@@ -98,7 +98,7 @@ class _Weighing(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("megabytes", "least", "most"), [(None, 2.4 * MIB, 2.7 * MIB), (1.01, 0.9 * MIB, 1.3 * MIB)])
+@pytest.mark.parametrize(("megabytes", "least", "most"), [(None, 2.4 * MIB, 3.0 * MIB), (1.01, 0.9 * MIB, 1.5 * MIB)])
 def test_copies_held_during_a_step_stay_within_the_bound(megabytes: float | None, least: float, most: float) -> None:
     """Weighed inside the optimizer's step: all five copies without a bound, two with it; sums are small beside them."""
     model = Stack()
