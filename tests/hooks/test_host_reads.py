@@ -1,7 +1,7 @@
 """Nothing of ours in the training thread reads a value of the device, or waits for a copy: run on tensors that have no values.
 
 A fake tensor raises where its value would be needed (``item``, ``tolist``, ``float``, ``bool``, ``nonzero``, boolean masks, ``bincount``).
-It lets itself be copied to the host, which `NoWaitingCopies` does not.
+It lets itself be copied to the host and indexed from there, which `NoWaitingCopies` does not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from otel_train.hooks import pending
 from otel_train.hooks.attachment import Attachment
 from otel_train.hooks.module import SiteMeter
 from otel_train.hooks.pending import PendingMicroBatches, Step
+from otel_train.hooks.recorder import Recorder
 from otel_train.parallel.clip import clip_grad_norm_
 from otel_train.stats import gradients
 
@@ -34,26 +35,25 @@ DEVICE = "meta"
 class NoWaitingCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Raises where a copy between host and device would make the host wait: every one that is not said to be non-blocking."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.banned = {("device", "host")}
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         result = func(*args, **(kwargs or {}))
-        if func in _COPIES and not _non_blocking(args, kwargs or {}):
-            route = _place(args[_COPIES[func]]), _place(result)
-            if route in self.banned:
-                raise RuntimeError(f"a copy from {route[0]} to {route[1]} that waits")
+        for source in _copied(func, args, kwargs or {}):
+            if _place(source) != _place(result):
+                raise RuntimeError(f"a copy from {_place(source)} to {_place(result)} that waits")
         return result
 
 
-_COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
-"""The operations that copy between devices, and which argument is the source."""
-
-
-def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("non_blocking", args[2:] == (True,)))
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what an operation copies to where its result is, and waits for."""
+    aten = torch.ops.aten
+    if func in {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}:
+        return [index for index in args[1] if index is not None]
+    if func is aten._to_copy.default and not kwargs.get("non_blocking"):
+        return [args[0]]
+    if func is aten.copy_.default and args[2:] != (True,) and not kwargs.get("non_blocking"):
+        return [args[1]]
+    return []
 
 
 def _place(tensor: torch.Tensor) -> str:
@@ -76,7 +76,7 @@ class Everything(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5000, 64)
-        self.norm, self.large, self.small = nn.LayerNorm(64), nn.Linear(64, 512), nn.Linear(512, 8)
+        self.norm, self.large, self.small = nn.LayerNorm(64), nn.Linear(64, 1024), nn.Linear(1024, 8)
         self.relu, self.tanh, self.gelu = nn.ReLU(inplace=True), nn.Tanh(), nn.GELU()
         self.conv, self.silu = nn.Conv2d(1, 4, 3), nn.SiLU()
 
@@ -104,28 +104,32 @@ class Descent(torch.optim.Optimizer):
 
 
 def train(updates: Literal["sampled", "exact"]) -> tuple[Guard, list[Step | PendingMicroBatches]]:
-    """Make three sampled steps with everything that a loop can tell; the first makes all buffers, and may copy them to the device."""
+    """Make three sampled steps with everything that a loop can tell; only attaching may copy to the device."""
     guard, emitted = Guard(), list[Step | PendingMicroBatches]()
-    with FakeTensorMode(), NoWaitingCopies() as copies, torch.device(DEVICE):
+    with FakeTensorMode(), torch.device(DEVICE):
         model = Everything()
         optimizer = Descent(model.parameters())
         config = MonitorConfig(every_n_steps=1, updates=updates)
         attachment = Attachment(model, {"Descent": optimizer}, config, guard=guard, emit=emitted.append, cover=lambda _: None)
-        recorder = attachment.recorder
-        for _ in range(3):
-            loss = model(torch.zeros(4, 16, dtype=torch.int64))
-            loss.backward()
-            norm, plain = clip_grad_norm_(list(model.parameters()), 1.0, 2.0, None, {})
-            recorder.clipped(plain, 1.0, is_l2=True)
-            optimizer.step()
-            optimizer.zero_grad()
-            tokens = torch.full((), 64, dtype=torch.int64)
-            recorder.observe(loss=loss, tokens=tokens, samples=tokens, grad_norm=norm, loss_scale=1.0)
-            with guard.part("loop"):  # as Monitor.flush does
-                recorder.close_step()
-            copies.banned.add(("host", "device"))
+        with NoWaitingCopies():
+            for _ in range(3):
+                train_step(model, optimizer, attachment.recorder, guard)
         attachment.remove()
     return guard, emitted
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder, guard: Guard) -> None:
+    """Train a step and tell of it as a Monitor does; losses, norms and counts are on the device."""
+    loss = model(torch.zeros(4, 16, dtype=torch.int64))
+    loss.backward()
+    norm, plain = clip_grad_norm_(list(model.parameters()), 1.0, 2.0, None, {})
+    recorder.clipped(plain, 1.0, is_l2=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    tokens = torch.full((), 64, dtype=torch.int64)
+    recorder.observe(loss=loss, tokens=tokens, samples=tokens, grad_norm=norm, loss_scale=1.0)
+    with guard.part("loop"):
+        recorder.close_step()
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +163,9 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
     "to": lambda t: t.to("cpu", torch.float64),
     "copy_": lambda t: torch.empty(t.shape, device="cpu").copy_(t),
     "to the device": lambda t: torch.empty(3, device="cpu").to(t.device),
+    "index of the host": lambda t: t.reshape(-1)[torch.zeros(1, dtype=torch.int64, device="cpu")],
+    "list as index": lambda t: t.reshape(-1)[[0, 0]],
+    "if": lambda t: 1 if t.sum() else 0,
     "nonzero": lambda t: t.nonzero(),
     "mask": lambda t: t[t > 0],
     "bincount": lambda t: torch.bincount(t.long().reshape(-1)),
