@@ -50,8 +50,8 @@ def test_synchronising_is_forbidden_around_the_steps_alone(monkeypatch: pytest.M
 def test_a_failure_of_the_monitor_fails_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """A synchronisation raises inside a hook, where the training must not see it."""
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
-    monkeypatch.setattr("otel_train.stats.gradients.magnitudes", lambda _: 1 / 0)
-    with pytest.raises(AssertionError, match=r"the monitor failed in \{'gradients': 5"):
+    monkeypatch.setattr("otel_train.hooks.recorder.read_out", lambda _: 1 / 0)
+    with pytest.raises(AssertionError, match=r"the monitor failed in \{'readout': 5\}"):
         accelerator.check_synchronisation(CPU)
 
 

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from otel_train.config import MonitorConfig
 from otel_train.guard import Guard
 from otel_train.hooks import pending
 from otel_train.hooks.attachment import Attachment
-from otel_train.hooks.module import SiteMeter
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Recorder
 from otel_train.parallel.clip import clip_grad_norm_
-from otel_train.stats import gradients
+from otel_train.stats import activations, gradients
 
 DEVICE = "meta"
 """Takes the branches of an accelerator. In a build without CUDA fake tensors of "cuda" cannot be indexed (``x[0]``, ``x[:4]``,
@@ -173,7 +173,7 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
     "masked_select": lambda t: torch.masked_select(t, t > 0),
 }
 PLACES: dict[str, tuple[object, str]] = {
-    "a hook": (SiteMeter, "add"),
+    "a hook": (activations, "activation_in"),
     "what the loop tells": (pending.Numbers, "add"),
     "a statistic": (gradients, "magnitudes"),
 }
@@ -181,12 +181,12 @@ PLACES: dict[str, tuple[object, str]] = {
 
 @contextmanager
 def planted(monkeypatch: pytest.MonkeyPatch, where: str, read: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Read the tensor that a function is given."""
+    """Read the tensors that a function is given."""
     owner, name = PLACES[where]
     plain = getattr(owner, name)
 
     def reading(*args: Any, **kwargs: Any) -> Any:
-        for value in args:
+        for value in tree_leaves(args):
             if isinstance(value, torch.Tensor):
                 read(value.detach())
         return plain(*args, **kwargs)
