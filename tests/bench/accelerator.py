@@ -99,7 +99,7 @@ class Training:
             monitor.clip_grad_norm_(1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad()  # gradients that stay would be overwritten by CUDA graphs
         if monitor is not None:
             monitor.observe(loss=value, tokens=self.inputs.numel())
 
