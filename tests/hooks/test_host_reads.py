@@ -111,7 +111,7 @@ def train(updates: Literal["sampled", "exact"]) -> tuple[Guard, list[Step | Pend
         optimizer = Descent(model.parameters())
         config = MonitorConfig(every_n_steps=1, updates=updates)
         attachment = Attachment(model, {"Descent": optimizer}, config, guard=guard, emit=emitted.append, cover=lambda _: None)
-        with NoWaitingCopies():
+        with NoWaitingCopies():  # type: ignore[no-untyped-call]  # torch's
             for _ in range(3):
                 train_step(model, optimizer, attachment.recorder, guard)
         attachment.remove()
