@@ -76,7 +76,8 @@ class Attachment:
         )
         self._signature: tuple[bool, ...] = ()
         self._group_signatures: dict[int, tuple[Any, ...]] = {}
-        self._samplers: dict[torch.device, Sampler] = {}
+        # made now: a sampled step would wait while they are copied to the device
+        self._samplers = {device: Sampler(device) for device in {p.tensor.device for p in layer_map.parameters}}
         self._meters: Meters = {}
         self._parameters: list[nn.Parameter] = []
         self._take_map(layer_map)
