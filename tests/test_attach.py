@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import pathlib
 import socket
 import threading
 import time
@@ -112,7 +114,7 @@ def our_threads() -> set[threading.Thread]:
 
 
 def listening() -> set[str]:
-    """Return the inodes of this machine's listening sockets that belong to this process' user; empty where there is no /proc."""
+    """Return the inodes of this process' listening sockets; empty where there is no /proc."""
     found = set()
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
@@ -120,8 +122,23 @@ def listening() -> set[str]:
                 rows = [line.split() for line in table.readlines()[1:]]
         except OSError:
             continue
-        found |= {row[1] for row in rows if row[3] == "0A"}
+        found |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    return found & _open_files()
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for link in pathlib.Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # what listed them is closed again
+            found.add(str(link.readlink()))
     return found
+
+
+def test_a_socket_that_stays_is_seen() -> None:
+    """What the next test relies on."""
+    before = listening()
+    with socket.create_server(("127.0.0.1", 0)):
+        assert len(listening() - before) == 1
 
 
 @pytest.mark.parametrize("case", CASES)
