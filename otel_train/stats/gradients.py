@@ -10,7 +10,7 @@ import torch
 
 from otel_train.records import MAGNITUDE_EXPONENTS
 from otel_train.sampling import Draw, Plan, wide_dtype, work_dtype
-from otel_train.stats.sums import STACK, LargeSums, flat, rows_of, run_length, small_pairs, stacked
+from otel_train.stats.sums import LargeSums, flat, is_small, rows_of, run_length, small_pairs, stacked
 
 # A positive fp32 with exponent field f is in [2^(f-127), 2^(f-126)). Bins want (lower, upper]: with 1 taken off the bits, exact
 # powers of two (0.84 % of bf16 values) fall to the bin that they bound, and zeros to a field of -1.
@@ -41,7 +41,7 @@ def read_gradients(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw, *,
         draw: What that is at this sample.
         histogram: Whether elements for the magnitude histogram are read.
     """
-    if gradients[0].numel() > STACK:
+    if not is_small(gradients[0]):
         large = LargeSums(gradients, run_length(plan.columns), plain=True)
         samples = magnitude_samples(gradients, plan, draw) if histogram else None
         return GradientSums(large.pairs(), samples, _row_norms(large.norms, gradients, plan) if plan.top else None)

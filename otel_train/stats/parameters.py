@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from otel_train.stats.sums import STACK, square_sums, squares_of
+from otel_train.stats.sums import is_small, square_sums, squares_of
 
 
 def weight_square_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -16,5 +16,4 @@ def weight_square_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def square_sums_of_copies(copies: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the same of copies that were made of them all (``updates.read_whole``), which saves a look at the weights."""
-    small = copies[0].shape[1] <= STACK
-    return torch.cat([squares_of(copy) if small else square_sums([copy[0]]) for copy in copies])
+    return torch.cat([squares_of(copy) if is_small(copy[0]) else square_sums([copy[0]]) for copy in copies])

@@ -42,6 +42,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
+def is_small(tensor: torch.Tensor) -> bool:
+    """Say whether tensors of this shape are stacked."""
+    return tensor.numel() * (1 + tensor.is_complex()) <= STACK
+
+
 def stacked(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the elements of tensors of one shape as (m, k) matrices of a few tensors each, in their order."""
     several = max(1, _CHUNK // max(tensors[0].numel(), 1))
@@ -135,7 +140,7 @@ def small_pairs(matrix: torch.Tensor) -> torch.Tensor:
 
 def sum_and_square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum and the sum of squares of n tensors of equal shape, type and device, (n, 2) fp64."""
-    if tensors[0].numel() <= STACK:
+    if is_small(tensors[0]):
         return torch.cat([small_pairs(matrix) for matrix in stacked(tensors)])
     return LargeSums(tensors, RUN, plain=True).pairs()
 
@@ -148,7 +153,7 @@ def wide_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 def square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums of squares of n tensors of one shape, (n,) fp64."""
-    if tensors[0].numel() <= STACK:
+    if is_small(tensors[0]):
         return torch.cat([squares_of(matrix) for matrix in stacked(tensors)])
     return LargeSums(tensors, RUN, plain=False).squares()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from otel_train.sampling import Draw, Plan, wide_dtype, work_dtype
-from otel_train.stats.sums import PIECE, RUN, STACK, flat, rows_of, run_norms, squares_of, stacked
+from otel_train.stats.sums import PIECE, RUN, flat, is_small, rows_of, run_norms, squares_of, stacked
 
 _DEVICE_PIECE = 4 * PIECE
 """On an accelerator, elements a pass: fewer calls, and still little memory."""
@@ -27,7 +27,7 @@ class UpdateEstimate:
 
 def read_whole(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy weights of one shape in their working type: small ones as (m, k) matrices of a few, large ones one by one as (1, k)."""
-    if weights[0].numel() <= STACK:
+    if is_small(weights[0]):
         return [matrix.to(work_dtype(weights[0])) for matrix in stacked(weights)]
     return [flat(w).to(work_dtype(w), copy=True).unsqueeze(0) for w in weights]
 
@@ -42,7 +42,7 @@ def whole_sums(before: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) 
     Returns:
         (n, 2) fp64: sum of squared changes, elements changed.
     """
-    if weights[0].numel() <= STACK:
+    if is_small(weights[0]):
         return torch.cat([_small_changes(copy, after.to(copy.dtype)) for copy, after in zip(before, stacked(weights), strict=True)])
     return torch.stack([_large_changes(copy[0], flat(w)) for copy, w in zip(before, weights, strict=True)])
 

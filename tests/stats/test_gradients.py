@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from otel_train.records import MAGNITUDE_EXPONENTS
 from otel_train.sampling import Sampler, plan
-from otel_train.stats import gradients, sums
+from otel_train.stats import gradients, parameters, sums
+from otel_train.stats.updates import read_whole
 from tests.stats.test_sums import (
     FAKE_DEVICE,
     LARGE,
@@ -240,3 +242,71 @@ def test_magnitudes_read_nothing_on_the_host(shape: tuple[int, ...], dtype: torc
         sampler = Sampler(torch.device(FAKE_DEVICE))
         samples = gradients.magnitude_samples(tensors, chosen, sampler.draw(chosen))
         assert gradients.magnitudes(samples).shape == (1, gradients.BINS + 1)
+
+
+@problems
+@dtypes
+def test_gradients_are_read_in_one_go(problem: Problem, dtype: torch.dtype) -> None:
+    """Sums as of plain arithmetic, elements for the histogram, and row norms just where rows are to be chosen."""
+    tensors = [problem.make(dtype) for _ in range(2)]
+    chosen = plan(tensors[0].shape, embedding=False)
+    read = gradients.read_gradients(tensors, chosen, Sampler(torch.device("cpu")).draw(chosen), histogram=True)
+    for tensor, (total, squared) in zip(tensors, read.pairs.tolist(), strict=True):
+        values = numbers(tensor)
+        assert same(total, naive_sum(values), 0.0, 1e-6 * rms(values) * len(values))
+        assert same(squared, naive_squares(values), 1e-6)
+    assert read.samples is not None
+    assert read.samples.shape == (2, chosen.magnitudes)
+    assert (read.row_norms is None) == (chosen.top == 0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shape", [(128, 128), (128, 129), (181, 181), (300, 400)], ids=str)
+def test_complex_gradients_are_read_as_two_reals_an_element(shape: tuple[int, int], *, exact: bool) -> None:
+    """Also where they are small by their elements, and large by their parts."""
+    tensors = [torch.randn(shape, dtype=torch.complex64) for _ in range(3)]
+    chosen = plan((*shape, 2), embedding=False, exact=exact)
+    read = gradients.read_gradients(tensors, chosen, Sampler(torch.device("cpu")).draw(chosen), histogram=True)
+    assert read.pairs[:, 1].tolist() == pytest.approx([t.abs().double().square().sum().item() for t in tensors], rel=1e-6)
+    assert (read.row_norms is None) == (chosen.top == 0)
+    copies = read_whole(tensors)
+    expected = pytest.approx([t.abs().double().square().sum().item() for t in tensors], rel=1e-6)
+    assert parameters.square_sums_of_copies(copies).tolist() == expected
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(300, 400),
+        lambda: torch.randn(131, 257),
+        lambda: torch.randn(4200, 9),
+        lambda: torch.randn(64, 30, 5, 5),
+        lambda: torch.randn(400, 300).t(),
+        lambda: torch.randn(48, 40, 5, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(4200, 16).bfloat16(),
+        lambda: torch.randn(200, 181, dtype=torch.complex64),
+    ],
+    ids=["rows of runs", "prime", "short rows", "convolution", "transposed", "channels_last", "bf16", "complex"],
+)
+def test_row_norms_are_those_of_each_row(make: Callable[[], torch.Tensor], *, embedding: bool) -> None:
+    """Whether they come out of those of runs, or are made for themselves."""
+    tensors = [make() for _ in range(2)]
+    shape = (*tensors[0].shape, 2) if tensors[0].is_complex() else tuple(tensors[0].shape)
+    chosen = plan(shape, embedding=embedding)
+    read = gradients.read_gradients(tensors, chosen, Sampler(torch.device("cpu")).draw(chosen), histogram=False)
+    assert read.samples is None
+    assert read.row_norms is not None
+    for tensor, row in zip(tensors, read.row_norms.tolist(), strict=True):
+        wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten(1)
+        assert row == pytest.approx(wide.norm(dim=1).tolist(), rel=1e-5)
+
+
+def test_a_sparse_gradient_has_the_norms_of_its_rows() -> None:
+    """Rows that are not there have 0."""
+    dense = torch.zeros(5000, 16)
+    dense[[3, 70, 4999]] = torch.randn(3, 16)
+    chosen = plan(dense.shape, embedding=True)
+    read = gradients.read_gradients([dense.to_sparse(1)], chosen, Sampler(torch.device("cpu")).draw(chosen), histogram=True)
+    assert read.row_norms is not None
+    assert read.row_norms[0].tolist() == pytest.approx(dense.norm(dim=1).tolist(), rel=1e-6)
