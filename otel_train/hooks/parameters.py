@@ -34,15 +34,17 @@ class ParameterMeter:
         self._samplers = samplers
         self._groups: list[ShapeGroup] = []
         self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
-        self._complete = False
+        self._complete = self._histograms = False
 
     @torch.no_grad()
-    def begin(self, scale: torch.Tensor | None) -> None:
+    def begin(self, scale: torch.Tensor | None, *, histograms: bool) -> None:
         """Read gradients and weights, before the step.
 
         Args:
             scale: The gradients are this many times too large, () or None.
+            histograms: Whether magnitudes of gradients are counted.
         """
+        self._histograms = histograms
         self._complete = read = False
         with self._guard.part("gradients"):
             self._regroup()
@@ -53,6 +55,7 @@ class ParameterMeter:
             read = True
         if not read:
             return
+        self._read_histograms(scale)
         with self._guard.part("updates"):
             for group in self._groups:
                 group.read_before()
@@ -64,6 +67,13 @@ class ParameterMeter:
         with self._guard.part("gradients"):
             for group in self._groups:
                 group.read_gradients(scale)
+        self._read_histograms(scale)
+
+    def _read_histograms(self, scale: torch.Tensor | None) -> None:
+        if self._histograms:
+            with self._guard.part("histograms"):
+                for group in self._groups:
+                    group.read_histograms(scale)
 
     @torch.no_grad()
     def end(self) -> tuple[list[torch.Tensor], Decode] | None:

@@ -44,13 +44,12 @@ class ShapeGroup:
         return None if self._plan.whole else self._sampler.draw(self._plan)
 
     def read_gradients(self, scale: torch.Tensor | None) -> None:
-        """Sum up the gradients and sample their magnitudes.
+        """Sum up the gradients.
 
         Args:
             scale: The gradients are this many times too large (a fused optimizer under a GradScaler), () or None.
         """
         grads = [local_gradient(member.tensor) for member in self._members]
-        draw = self._draw()
         sums = sum_and_square_sum(grads)
         self._results["gradient_nonfinite"] = self._settle(grads, sums, "gradient")
         inverse = None if scale is None else scale.to(sums.dtype).reshape(()).reciprocal()
@@ -58,9 +57,19 @@ class ShapeGroup:
         if self._is_partial():
             wide = torch.stack([flat(grad) for grad in grads]).to(wide_dtype(sums.device))
             self._results["partial"] = wide if inverse is None else wide * inverse
+
+    def read_histograms(self, scale: torch.Tensor | None) -> None:
+        """Sample the magnitudes of the gradients.
+
+        Args:
+            scale: As for ``read_gradients``.
+        """
         if self._counts_magnitudes:
-            sampled = gradients.magnitude_samples(grads, self._plan, draw)
-            self._results["magnitudes"] = gradients.magnitudes(sampled if inverse is None else sampled * inverse.float())
+            grads = [local_gradient(member.tensor) for member in self._members]
+            sampled = gradients.magnitude_samples(grads, self._plan, self._draw())
+            if scale is not None:
+                sampled = sampled * scale.to(sampled.dtype).reshape(()).reciprocal()
+            self._results["magnitudes"] = gradients.magnitudes(sampled)
 
     def _is_partial(self) -> bool:
         return is_partial(self._members[0].tensor.grad)

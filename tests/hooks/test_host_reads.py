@@ -58,7 +58,7 @@ def test_every_hook_runs_on_values_that_are_not_there(updates: str) -> None:
         gate.sample = True
         for scale in (None, torch.ones((), device=DEVICE)):
             model(torch.zeros(4, 16, dtype=torch.int64, device=DEVICE)).backward()
-            meter.begin(scale)
+            meter.begin(scale, histograms=True)
             optimizer.step()
             measured = meter.end()
             seen, _ = activations.take()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from otel_train.budget import Pace
 from otel_train.config import Rank
 from otel_train.guard import Guard
 from otel_train.parallel import Membership, join, share_error, share_run
@@ -25,6 +26,7 @@ STEP = StepRecord(
     finished_at=0.0, duration=None, forward=0.0, data_wait=0.0, micro_batches=1, tokens=0, samples=0, sequence_length=None,
     skipped=False, losses=(), grad_norm=None, clipped=False, loss_scale=None, groups=(), precision="float32", sample=None, sampled=True,
 )  # fmt: skip
+PACE = Pace.regular(10)
 SUMS = ParameterSums(16, 1.0, 4.0, 9.0, 0, 0, update_squared=0.09, changed=8.0)
 LAYERS = {name: Layer(name, depth, "matrix", "0") for depth, name in enumerate(("w", "v"))}
 
@@ -43,8 +45,8 @@ class Member:
     guard: Guard
     taken: list[RankSample] = field(default_factory=list)
 
-    def put(self, attempt: int, sample: LayerSample | None) -> None:
-        self.exchange.put(replace(STEP, attempt=attempt, sample=sample), attempt)
+    def put(self, attempt: int, sample: LayerSample | None, pace: Pace = PACE) -> None:
+        self.exchange.put(replace(STEP, attempt=attempt, sample=sample), attempt, pace)
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def ranks(*manifests: object, seconds: float = 10.0, everything: bool = False) -
         guard, taken = Guard(), []  # type: ignore[var-annotated]
         exchange = Exchange(
             Board(store, Rank(rank, rank, len(planned)), "test"), layout, labels={name: (layer, None) for name, layer in LAYERS.items()},
-            depths={"act": 1}, seconds=seconds, everything=everything, guard=guard, deliver=taken.append,
+            depths={"act": 1}, seconds=seconds, everything=everything, horizon=lambda rank=rank: 30 + rank, guard=guard, deliver=taken.append,
         )  # fmt: skip
         exchange.start()
         members.append(Member(exchange, guard, taken))
