@@ -143,22 +143,18 @@ class Budget:
     def wish(self, pace: Pace) -> Pace:
         """Return the pace to go over to: the same, a more sparing one that fits, or one step denser where that leaves clear room.
 
-        Parts that alone exceed the budget at the cadence that was asked for are thinned, to half of it, so that the others have
-        room; what all take together sets the cadence.
+        Parts that alone exceed the budget at the cadence that was asked for are thinned; what all take together sets the cadence.
         """
         if self._most is None or not self.step_seconds:
             return pace
         room = max(self._most - self.steady, _LEAST_ROOM * self._most)
         shares = {part: share / room for part, share in self.shares(Pace.regular(self._every)).items()}
-        levels = {
-            part: _level(_thinned(shares.get(part, 0.0)), self._level_of(pace.of(part)), goal=0.5, relaxed=0.5)
-            for part in ("histograms", "activations")
-        }
+        levels = {part: _part_level(shares.get(part, 0.0), self._level_of(pace.of(part))) for part in ("histograms", "activations")}
 
         def together(level: int) -> float:
             return sum(share / (1 << max(level, levels.get(part, 0))) for part, share in shares.items())
 
-        level = _level(together, self._level_of(pace.every_n_steps), goal=0.9, relaxed=0.7)
+        level = _level(together, self._level_of(pace.every_n_steps), most=1.0, goal=0.9, relaxed=0.7)
         every, histograms, activations = (
             self._every * 2 ** max(level, own) for own in (0, levels["histograms"], levels["activations"])
         )
@@ -168,19 +164,24 @@ class Budget:
         return (steps // self._every).bit_length() - 1
 
 
-def _thinned(share: float) -> Callable[[int], float]:
-    return lambda level: share / 2**level
+def _part_level(share: float, level: int) -> int:
+    """Return how often to double the steps between measurements of a part that takes such a share of the room if not thinned.
+
+    One that exceeds it alone gets a quarter: two of them are not to use up what the others need.
+    """
+    return _level(lambda level: share / (1 << level), level, most=0.4 if level else 1.0, goal=0.25, relaxed=0.25)
 
 
-def _level(share: Callable[[int], float], level: int, *, goal: float, relaxed: float) -> int:
+def _level(share: Callable[[int], float], level: int, *, most: float, goal: float, relaxed: float) -> int:
     """Return how often to double what is asked for: as often as is needed at once, one less where that leaves clear room.
 
     Args:
         share: What it takes of the room there is, by level.
         level: The level in force.
-        goal: Share to get down to once it is over 1.
-        relaxed: Share that the level below may take to be gone back to; less than 1 by more than what costs vary by.
+        most: Share above which it is too much.
+        goal: Share to get down to then.
+        relaxed: Share that the level below may take to be gone back to; less than ``most`` by more than what costs vary by.
     """
-    if share(level) > 1.0:
+    if share(level) > most:
         return next(more for more in itertools.count(level + 1) if share(more) <= goal)
     return level - 1 if level > 0 and share(level - 1) <= relaxed else level

@@ -93,5 +93,6 @@ def device_seconds(marks: Marks) -> dict[str, float]:
     seconds: defaultdict[str, float] = defaultdict(float)
     for part, began, ended in marks:
         with contextlib.suppress(RuntimeError):  # not passed: on a stream of its own, or recorded into a graph
-            seconds[part] += began.elapsed_time(ended) / 1000  # given in milliseconds
+            milliseconds = began.elapsed_time(ended)
+            seconds[part] += milliseconds / 1000
     return dict(seconds)

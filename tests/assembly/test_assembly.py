@@ -271,3 +271,21 @@ def test_accelerator_memory_is_shown_where_there_is_some() -> None:
     specs = (throughput.MEMORY_ALLOCATED, throughput.MEMORY_RESERVED, throughput.MEMORY_PEAK, throughput.ALLOCATOR_RETRIES)
     assert [shot.value(spec) for spec in specs] == [10, 20, 15, 2]
     assert memory_values({}) == {}
+
+
+def test_the_pace_in_force_is_shown_and_the_overhead_once_it_is_known() -> None:
+    """Of the parts that are measured."""
+    live = LiveState(Pace(20, 80, 40), overhead=0.004)
+    shot = assemble(STEP, live=live, measured=("gradients", "histograms", "activations"))
+    assert shot.value(monitor.EVERY_N_STEPS) == 20
+    parts = {sample.labels: sample.value for sample in shot.find(monitor.PART_EVERY_N_STEPS)}
+    assert parts == {("gradients",): 20, ("histograms",): 80, ("activations",): 40}
+    assert shot.value(monitor.OVERHEAD) == 0.004
+    assert assemble(STEP).find(monitor.OVERHEAD) == []
+
+
+def test_rates_are_averaged_from_one_sample_to_the_next() -> None:
+    """A slow step is in the rate for as many steps as the pace says."""
+    steps = [replace(STEP, duration=9.5), *[STEP] * 19]
+    tokens = {pace: assemble(*steps, live=LiveState(Pace.regular(pace))).value(throughput.TOKENS_PER_SECOND) for pace in (10, 20)}
+    assert tokens == {10: pytest.approx(64 / 0.5), 20: pytest.approx(20 * 64 / 19)}

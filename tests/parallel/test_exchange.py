@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -19,7 +20,16 @@ from otel_train.parallel import Membership, join, share_error, share_run
 from otel_train.parallel.board import Board
 from otel_train.parallel.exchange import Exchange
 from otel_train.parallel.layout import layouts
-from otel_train.records import ActivationReading, Layer, LayerSample, ParameterReading, ParameterSums, RankSample, StepRecord
+from otel_train.records import (
+    ActivationReading,
+    Agreement,
+    Layer,
+    LayerSample,
+    ParameterReading,
+    ParameterSums,
+    RankSample,
+    StepRecord,
+)
 from tests.parallel.test_layout import manifest, place, shard
 
 STEP = StepRecord(
@@ -59,7 +69,7 @@ def ranks(*manifests: object, seconds: float = 10.0, everything: bool = False) -
         guard, taken = Guard(), []  # type: ignore[var-annotated]
         exchange = Exchange(
             Board(store, Rank(rank, rank, len(planned)), "test"), layout, labels={name: (layer, None) for name, layer in LAYERS.items()},
-            depths={"act": 1}, seconds=seconds, everything=everything, horizon=lambda rank=rank: 30 + rank, guard=guard, deliver=taken.append,
+            depths={"act": 1}, seconds=seconds, everything=everything, horizon=partial(int, 30 + rank), guard=guard, deliver=taken.append,
         )  # fmt: skip
         exchange.start()
         members.append(Member(exchange, guard, taken))
@@ -122,6 +132,26 @@ def test_replicas_count_once_and_their_divergence_is_seen() -> None:
         runs = [taken.own.run for taken in one.taken]
         assert [run and run.weight_squared for run in runs] == [9.0, 9.0]
         assert [run and run.replica_divergence for run in runs] == [0.0, pytest.approx(0.001, rel=0.01)]
+
+
+def test_ranks_agree_on_the_most_sparing_pace_and_on_the_last_step_that_one_needs() -> None:
+    """Part by part; also at a step that one of them skipped."""
+    with ranks(*[manifest(r, place("w", mates=0, by="group"), groups=((0, 1),)) for r in range(2)]) as (one, two):
+        one.put(10, readings("w"), Pace(10, 80, 10))
+        two.put(10, readings("w"), Pace(20, 20, 40))
+        one.put(20, readings("w"), Pace(20, 80, 40))
+        two.put(20, None, Pace(20, 40, 20))
+        settle(one, two)
+        for member in (one, two):
+            assert [taken.agreed for taken in member.taken] == [Agreement(Pace(20, 80, 40), 31)] * 2
+
+
+def test_ranks_that_do_not_meet_agree_on_nothing() -> None:
+    """One does not come."""
+    with ranks(*[manifest(r, place("w", mates=0, by="group"), groups=((0, 1),)) for r in range(2)], seconds=0.3) as (one, _):
+        one.put(10, readings("w"), Pace(20, 20, 20))
+        settle(one)
+        assert one.taken[0].agreed is None
 
 
 def test_a_rank_that_skipped_leaves_the_others_what_is_whole() -> None:
