@@ -104,7 +104,7 @@ def _attached(demo: Demo, options: DemoOptions, seen: otel_train.MemorySink) -> 
     if "peak_flops" not in settings_from_environment(os.environ):
         given["peak_flops"] = measured_peak_flops()
     if "max_overhead" not in settings_from_environment(os.environ):
-        given["max_overhead"] = 1.0  # a small model is to be seen learning, in a minute, on any machine
+        given["max_overhead"] = 1.0  # as good as none: a small model is to be seen learning, in a minute
     with otel_train.attach(
         demo.model,
         demo.optimizer,

@@ -140,6 +140,9 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "a layer at one sample in 6 minutes, once 50 steps have passed": (
         [*training(sampled="0x5 10x5 20x5 30x5 40x5 50x5 60x5 70x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], 45, {STALLED: 1},
     ),
+    "a layer that stalls while samples come less often by and by": (
+        [*training(sampled="0+10x4 200+160x{n}", every="10x4 160x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], 20, {STALLED: 1},
+    ),
     "two ranks that export the same layer, once": (
         [*FORGOTTEN, *training(rank="1", instance="b:1"), layer("fc", "0x{n}", group="none", rank="1", instance="b:1")], 20, {STALLED: 1},
     ),
@@ -241,6 +244,12 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     ),
     "a stalled layer at one sample in a thousand steps, before three of them": (
         [*training(sampled="1000x10 2000x10 3000x10 4000x{n}", every="1000x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], (20, 30),
+    ),
+    "one bad sample that is shown for long, since samples have become rare": (
+        [*training(sampled="0x20 1280x20 2560x20 3840x{n}", every="10x2 1280x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "1e-3x20 0x20 1e-3x{n}")], (25, 35, 41, 60),
+    ),
+    "the last bad sample of before they became frequent again": (
+        [*training(sampled="0x20 1280x20 1290+10x{n}", every="1280x41 10x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "1e-3x20 0x20 1e-3x{n}")], (35, 42, 44, 60),
     ),
     "a run that has ended, and still serves its last values": (
         [*training(active="1x9 0x{n}", sampled="0+10x30 300x{n}"), schedule(), *layers("3e-5x{n}"), layer("fc", "0x{n}")], (20, 60, 119),

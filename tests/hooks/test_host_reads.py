@@ -80,7 +80,7 @@ def test_a_planted_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(gradients, "magnitude_samples", reading)
-    with pytest.raises(AssertionError, match="'gradients': 1"):
+    with pytest.raises(AssertionError, match="'histograms': 1"):
         test_every_hook_runs_on_values_that_are_not_there("sampled")
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         torch.ones(3, device=DEVICE).sum().item()
