@@ -34,6 +34,14 @@ class Pace:
         """Return the pace at which each sample measures everything."""
         return cls(every_n_steps, every_n_steps, every_n_steps)
 
+    def common(self, other: Pace) -> Pace:
+        """Return the pace that measures only what both do."""
+        return Pace(
+            max(self.every_n_steps, other.every_n_steps),
+            max(self.histograms, other.histograms),
+            max(self.activations, other.activations),
+        )
+
     def of(self, part: str) -> int:
         """Return the steps between two measurements of a part."""
         return {"histograms": self.histograms, "activations": self.activations}.get(part, self.every_n_steps)
@@ -99,8 +107,8 @@ class Budget:
         self._steady = _Recent()
         self._window_seconds = self._window_own = 0.0
 
-    def add(self, seconds: float | None, costs: Mapping[str, float], *, due: bool) -> None:
-        """Take a step.
+    def add(self, seconds: float | None, costs: Mapping[str, float], *, due: bool) -> bool:
+        """Take a step; return whether it tells something new of what every step costs.
 
         Args:
             seconds: What it took without the monitor; None where that is not known.
@@ -110,16 +118,19 @@ class Budget:
         for part, cost in costs.items():
             if cost > 0 and part not in STEADY:
                 (self._costs[part].add if due else self._costs[part].amend)(cost)
-        if seconds is not None:
-            self._steps.append(seconds)
-            self._add_steady(seconds, sum(costs.get(part, 0.0) for part in STEADY))
+        if seconds is None:
+            return False
+        self._steps.append(seconds)
+        return self._add_steady(seconds, sum(costs.get(part, 0.0) for part in STEADY))
 
-    def _add_steady(self, seconds: float, own: float) -> None:
+    def _add_steady(self, seconds: float, own: float) -> bool:
         self._window_seconds += seconds
         self._window_own += own
-        if self._window_seconds >= _WINDOW_SECONDS:
-            self._steady.add(self._window_own / self._window_seconds)
-            self._window_seconds = self._window_own = 0.0
+        if self._window_seconds < _WINDOW_SECONDS:
+            return False
+        self._steady.add(self._window_own / self._window_seconds)
+        self._window_seconds = self._window_own = 0.0
+        return True
 
     @property
     def step_seconds(self) -> float:

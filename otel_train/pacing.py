@@ -77,9 +77,14 @@ class Pacer:
         schedule = self._recorder.cadence.schedule
         due = schedule.at(record.attempt).is_sampled(record.attempt)
         bare = None if record.duration is None else max(record.duration - sum(record.costs.values()), 0.0)
-        self._budget.add(bare, {**record.costs, **self._costs_of_threads(handled if due else 0.0, threads, ranks)}, due=due)
-        settled = record.attempt >= schedule.start  # else the last change has still to come about
-        self._wish = self._budget.wish(schedule.following) if due and settled else schedule.following
+        costs = {**record.costs, **self._costs_of_threads(handled if due else 0.0, threads, ranks)}
+        news = self._budget.add(bare, costs, due=due)
+        self._wish = schedule.following
+        if record.attempt >= schedule.start:  # else the last change has still to come about
+            if due:
+                self._wish = self._budget.wish(schedule.following)
+            elif news and self.alone:  # a sample that would be told by it may be far
+                self._wish = self._budget.wish(schedule.following).common(schedule.following)
         self._say_steady()
         if self.alone:
             self._follow(self._wish, self._recorder.attempt + 1)
@@ -100,7 +105,7 @@ class Pacer:
         if agreed is not None:
             self._follow(agreed.pace, agreed.start)
         elif self._misses >= _MISSES:
-            self._follow(most_sparing(self._wish, self._recorder.cadence.schedule.following), self._recorder.attempt + 1)
+            self._follow(self._wish.common(self._recorder.cadence.schedule.following), self._recorder.attempt + 1)
 
     def _follow(self, pace: Pace, start: int) -> None:
         schedule = self._recorder.cadence.schedule
@@ -116,7 +121,7 @@ class Pacer:
             for part in ("histograms", "activations")
             if after.of(part) != after.every_n_steps or before.of(part) != before.every_n_steps
         )
-        if after == most_sparing(after, before):
+        if after == after.common(before):
             part = max(shares, key=lambda name: shares[name], default="nothing")
             why = f"{overhead:.2%} of the training's time, {part} most of it ({shares.get(part, 0.0):.2%})"
             over = "more than" if overhead > (self._most or 0.0) else "and another rank's is more than"
@@ -136,12 +141,3 @@ class Pacer:
                 " more than max_overhead=%g: steps of %.2g ms are too short for it, and sampling less often cannot mend that",
                 100 * self._budget.steady, self._most, 1000 * self._budget.step_seconds,
             )  # fmt: skip
-
-
-def most_sparing(one: Pace, other: Pace) -> Pace:
-    """Return the pace that measures only what both do."""
-    return Pace(
-        max(one.every_n_steps, other.every_n_steps),
-        max(one.histograms, other.histograms),
-        max(one.activations, other.activations),
-    )

@@ -51,8 +51,9 @@ class Training:
             measured = {part: cost * self.noise() for part, cost in self.costs.items() if due and pace.measures(part, self.number)}
             costs = {**measured, "loop": self.loop}
             self.own.append(sum(costs.values()))
-            self.budget.add(STEP, costs, due=due)
-            wish = self.budget.wish(self.pace) if due and self.number >= self.schedule.start else self.pace
+            news = self.budget.add(STEP, costs, due=due)
+            wish = self.budget.wish(self.pace) if (due or news) and self.number >= self.schedule.start else self.pace
+            wish = wish if due else wish.common(self.pace)
             if wish != self.pace:
                 self.paces.append((self.number, wish))
                 self.schedule = self.schedule.then(wish, self.number + 1)
@@ -146,6 +147,15 @@ def test_one_hiccup_and_the_cold_first_sample_change_nothing(hiccup: int) -> Non
 def test_what_every_step_costs_leaves_less_for_samples() -> None:
     """0.6 % in the loop and 0.6 % of samples: half as often."""
     assert Training({"gradients": 0.006}, loop=0.0006).run(200).pace == Pace.regular(2 * EVERY)
+
+
+def test_what_every_step_costs_is_heeded_before_a_sample_that_is_far() -> None:
+    """0.4 % in the loop, which is known only after the cadence has been stretched for the samples alone."""
+    training = Training({"gradients": 2.0}, loop=0.0004).run(100)
+    first, second = (pace for _, pace in training.paces)
+    assert training.budget.overhead(first) == pytest.approx(0.0118, rel=0.01)
+    assert (training.budget.overhead(second) or 1.0) <= MOST
+    assert training.number < first.every_n_steps
 
 
 def test_where_every_step_alone_exceeds_the_budget_samples_get_a_tenth_of_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,16 +50,17 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds, self.number = seconds, 0
 
-    def run(self, steps: int) -> float:
-        """Make steps; return the seconds that they took."""
-        began = time.perf_counter()
+    def run(self, steps: int) -> list[float]:
+        """Make steps; return the seconds that each took."""
+        ends = [time.perf_counter()]
         for _ in range(steps):
             time.sleep(self.seconds)
             problems.vector_loss(self.model, self.number).backward()  # type: ignore[no-untyped-call]  # torch's
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.number += 1
-        return time.perf_counter() - began
+            ends.append(time.perf_counter())
+        return [end - began for began, end in itertools.pairwise(ends)]
 
 
 def paced(snapshot: Any) -> dict[str, float]:
@@ -72,7 +75,7 @@ def test_a_slow_hook_costs_less_than_1_percent_after_100_steps(
     """0.5 s a sample, steps of 0.05 s, every fifth: 200 % of the time. Training is as fast as before the monitor came."""
     loop = Loop(0.05)
     loop.run(1)
-    bare = loop.run(40) / 40
+    bare = loop.run(40)
     hook = Slow(monkeypatch, ShapeGroup, "read_before", 0.1)
     with (
         caplog.at_level(logging.INFO, "otel_train"),
@@ -81,21 +84,26 @@ def test_a_slow_hook_costs_less_than_1_percent_after_100_steps(
             sink,
         ),
     ):
-        began = loop.run(100) / 100
+        first = loop.run(100)
         slept, hook.slept = hook.slept, 0.0
-        after = loop.run(100) / 100
+        after = loop.run(100)
         seen = problems.seen(watch, sink)
-    assert began > bare + 0.5 * slept / 100
-    assert hook.slept <= MOST * 100 * after
-    assert after / bare < 1 + MOST + 0.01  # the machine's own noise
+    assert sum(first) > 100 * statistics.median(bare) + 0.9 * slept
+    assert slept > 10 * MOST * sum(first)
+    assert hook.slept <= MOST * sum(after)
+    assert statistics.median(after) / statistics.median(bare) < 1 + 2 * MOST  # as much again for the machine's noise
     cadence = seen.value(monitor.EVERY_N_STEPS)
     assert cadence is not None
     assert cadence >= 1280
     assert seen.find(updates.LAYER_UPDATE_RATIO), "the last sample stays shown"
-    (warning,) = [r.getMessage() for r in caplog.records if "own cost" in r.getMessage() and r.levelno == logging.WARNING]
-    assert "updates most of it" in warning
-    assert f"every {cadence:g} steps (before: 5)" in warning
-    assert "max_overhead" in warning
+    first_warning, *others = [
+        r.getMessage() for r in caplog.records if "own cost" in r.getMessage() and r.levelno == logging.WARNING
+    ]
+    assert "updates most of it" in first_warning
+    assert "steps (before: 5)" in first_warning
+    assert "max_overhead" in first_warning
+    assert f"every {cadence:g} steps" in [first_warning, *others][-1]
+    assert len(others) < 2  # what every step costs is known later
 
 
 @pytest.mark.parametrize(
