@@ -79,12 +79,12 @@ class Pacer:
         bare = None if record.duration is None else max(record.duration - sum(record.costs.values()), 0.0)
         costs = {**record.costs, **self._costs_of_threads(handled if due else 0.0, threads, ranks)}
         news = self._budget.add(bare, costs, due=due)
-        self._wish = schedule.following
-        if record.attempt >= schedule.start:  # else the last change has still to come about
-            if due:
-                self._wish = self._budget.wish(schedule.following)
-            elif news and self.alone:  # a sample that would be told by it may be far
-                self._wish = self._budget.wish(schedule.following).common(schedule.following)
+        if record.attempt < schedule.start:  # the last change has still to come about
+            self._wish = schedule.following
+        elif due:
+            self._wish = self._budget.wish(schedule.following)
+        elif news and self.alone:  # the next sample, which would heed it, may be far
+            self._wish = self._budget.wish(schedule.following).common(schedule.following)
         self._say_steady()
         if self.alone:
             self._follow(self._wish, self._recorder.attempt + 1)

@@ -6,6 +6,7 @@ import torch
 
 from otel_train.device import DeviceClock, device_clock, device_seconds
 from otel_train.guard import Guard
+from otel_train.hooks.pending import Step
 
 
 class Event:
@@ -77,3 +78,15 @@ def test_the_cpu_has_no_clock_of_its_own() -> None:
     """Nothing of it runs there."""
     assert device_clock(torch.device("cpu")) is None
     assert device_clock(torch.device("cuda")) is not None
+
+
+def test_a_part_costs_what_the_slower_of_host_and_device_took() -> None:
+    """The host waits for the device's memory here, the device for the host's calls there."""
+    now = [0.0]
+    clock = DeviceClock(lambda: Event(now))
+    for part in ("gradients", "updates"):
+        began = clock.begin()
+        now[0] += 5.0
+        clock.end(part, began)
+    step = Step(costs={"gradients": 0.001, "updates": 0.02, "loop": 0.0001}, marks=clock.take())
+    assert step.resolve().costs == {"gradients": 0.005, "updates": 0.02, "loop": 0.0001}
