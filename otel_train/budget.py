@@ -144,8 +144,8 @@ class Budget:
 
     def shares(self, pace: Pace) -> dict[str, float]:
         """Return by part what samples take of the training's time at a pace; empty where a step's time is not known."""
-        step = self.step_seconds
-        return {part: cost.typical / (step * pace.of(part)) for part, cost in self._costs.items()} if step else {}
+        step, costs = self.step_seconds, tuple(self._costs.items())  # another thread may add a part meanwhile
+        return {part: cost.typical / (step * pace.of(part)) for part, cost in costs} if step else {}
 
     def overhead(self, pace: Pace) -> float | None:
         """Return own seconds a second of training at a pace; None where that is not known."""

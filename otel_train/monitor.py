@@ -206,7 +206,7 @@ class Monitor:
             self._worker.hurry()
 
     def _deliver(self, sample: RankSample) -> None:
-        self._pacer.meet(sample.agreed)  # in the exchange's thread: a decision does not wait for the worker's turn
+        self._pacer.meet(sample.attempt, sample.agreed)  # in the exchange's thread: a decision does not wait for the worker's turn
         self._worker.put(sample)
 
     def _handle(self, item: _Item) -> None:
@@ -225,8 +225,8 @@ class Monitor:
         record = step.resolve()
         exchanged = self._ranks if record.sampled else None
         self._assembler.add(record if exchanged is None else replace(record, sample=None))
-        threads, ranks = self._worker.cpu_seconds + self._prometheus.seconds, self._guard.seconds["ranks"]
-        pace = self._pacer.add(record, thread_seconds() - began, threads=threads, ranks=ranks)
+        now, ranks = thread_seconds(), self._guard.seconds["ranks"]
+        pace = self._pacer.add(record, now - began, threads=now + self._prometheus.seconds, ranks=ranks)
         if exchanged is not None:
             exchanged.put(record, self._assembler.step, pace)  # its layers follow once the ranks have met
 

@@ -97,15 +97,16 @@ class Pacer:
         exchanged, self._ranks = ranks - self._ranks, ranks
         return {"threads": steady, "export": handled, "ranks": exchanged}
 
-    def meet(self, agreed: Agreement | None) -> None:
+    def meet(self, attempt: int, agreed: Agreement | None) -> None:
         """Take what the ranks agreed on at a sampled step, in the thread of their exchange; None where they did not meet."""
         if self.alone:
             return
+        schedule = self._recorder.cadence.schedule
         self._misses = 0 if agreed is not None else self._misses + 1
-        if agreed is not None:
+        if agreed is not None and attempt >= schedule.start:  # else it tells of before the last change, on every rank alike
             self._follow(agreed.pace, agreed.start)
         elif self._misses >= _MISSES:
-            self._follow(self._wish.common(self._recorder.cadence.schedule.following), self._recorder.attempt + 1)
+            self._follow(self._wish.common(schedule.following), self._recorder.attempt + 1)
 
     def _follow(self, pace: Pace, start: int) -> None:
         schedule = self._recorder.cadence.schedule

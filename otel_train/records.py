@@ -167,6 +167,8 @@ class RankSample:
     """What this rank measured of its own shards, if that is exported too."""
     local_weight_squared: float | None = None
     """Sum of squares of all weights that this rank holds; None where there is one rank only."""
+    attempt: int = 0
+    """Number of the step among all that were attempted."""
     agreed: Agreement | None = None
     """What the ranks agreed on; None where they did not meet."""
 

@@ -69,9 +69,20 @@ def test_with_others_the_wish_waits_for_what_all_agree_on() -> None:
     given = pacer(alone=False)
     assert take(given, range(1, 12), gradients=0.05) == Pace.regular(8 * EVERY)
     assert given._recorder.cadence.schedule.following == Pace.regular(EVERY)
-    given.meet(Agreement(Pace.regular(16 * EVERY), 70))
+    given.meet(60, Agreement(Pace.regular(16 * EVERY), 70))
     schedule = given._recorder.cadence.schedule
     assert (schedule.start, schedule.following) == (70, Pace.regular(16 * EVERY))
+
+
+def test_what_ranks_agreed_on_at_a_sample_of_before_the_last_change_is_not_followed() -> None:
+    """It was on its way when they did; at the first sample of the new pace they decide again."""
+    given = pacer(alone=False)
+    given.meet(50, Agreement(Pace.regular(2 * EVERY), 70))
+    changed = given._recorder.cadence.schedule
+    given.meet(60, Agreement(Pace.regular(8 * EVERY), 75))
+    assert given._recorder.cadence.schedule == changed
+    given.meet(80, Agreement(Pace.regular(4 * EVERY), 95))
+    assert given._recorder.cadence.schedule == changed.then(Pace.regular(4 * EVERY), 95)
 
 
 def test_ranks_that_do_not_come_for_long_leave_the_decision_to_this_one() -> None:
@@ -80,9 +91,9 @@ def test_ranks_that_do_not_come_for_long_leave_the_decision_to_this_one() -> Non
     take(given, range(1, 12), gradients=0.05)
     agreed = Agreement(Pace.regular(EVERY), 60)
     for met in (None, None, agreed, None, None):
-        given.meet(met)
+        given.meet(40, met)
     assert given._recorder.cadence.schedule.following == Pace.regular(EVERY)
-    given.meet(None)
+    given.meet(40, None)
     assert given._recorder.cadence.schedule.following == Pace.regular(8 * EVERY)
 
 

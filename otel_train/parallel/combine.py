@@ -226,6 +226,7 @@ class Combined:
 
 def _sums_of(row: Sequence[float]) -> ParameterSums:
     update = row[_UPDATE] if row[_MEASURED] else None
+    counted = 0 < row[_PRESENT] <= row[_COUNTED]  # on every rank that has a part of it
     return ParameterSums(
         elements=int(row[_ELEMENTS]),
         gradient=row[_GRADIENT],
@@ -236,8 +237,8 @@ def _sums_of(row: Sequence[float]) -> ParameterSums:
         update_squared=update,
         changed=row[_CHANGED] if row[_MEASURED] else None,
         update_relative_error=math.sqrt(row[_VARIANCE]) / update if update and math.isfinite(update) else 0.0,
-        magnitudes=tuple(row[_MAGNITUDES : _MAGNITUDES + _BINS]) if row[_COUNTED] else None,
-        magnitude_sum=row[_MAGNITUDES + _BINS],
+        magnitudes=tuple(row[_MAGNITUDES : _MAGNITUDES + _BINS]) if counted else None,
+        magnitude_sum=row[_MAGNITUDES + _BINS] if counted else 0.0,
     )
 
 

@@ -46,6 +46,8 @@ class _Waiting:
     step: int
     grad_norm: float | None
     sample: LayerSample | None
+    has_activations: bool
+    """Whether activations were measured in this step: else what the sample has of them is from an earlier one."""
     pace: Pace
 
 
@@ -105,7 +107,8 @@ class Exchange:
         """
         with self._changed:
             sample = record.sample.merged if record.sample is not None else None
-            self._items.append(_Waiting(record.attempt, step, record.grad_norm, sample, pace))
+            has_activations = record.sample is not None and bool(record.sample.activations)
+            self._items.append(_Waiting(record.attempt, step, record.grad_norm, sample, has_activations, pace))
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
@@ -156,10 +159,12 @@ class Exchange:
             return
         if item.sample is not None:
             own = replace(own, optimizers=item.sample.optimizers, earlier_optimizers=item.sample.earlier_optimizers)
+            if not item.has_activations:
+                own = replace(own, activations=(), earlier_activations=own.activations)
         local = item.sample if self._everything or combined is None else None
         weights = None if item.sample is None else sum(reading.sums.weight_squared for reading in item.sample.parameters)
         agreed = combined.agreed if combined is not None else None
-        self._deliver(RankSample(item.step, item.grad_norm, own, local, weights, agreed))
+        self._deliver(RankSample(item.step, item.grad_norm, own, local, weights, item.attempt, agreed))
 
     def _miss(self, sentence: str) -> None:
         """Count a sample that could not be reduced, and say why once a cause."""

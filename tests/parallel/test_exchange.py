@@ -21,6 +21,7 @@ from otel_train.parallel.board import Board
 from otel_train.parallel.exchange import Exchange
 from otel_train.parallel.layout import layouts
 from otel_train.records import (
+    MAGNITUDE_EXPONENTS,
     ActivationReading,
     Agreement,
     Layer,
@@ -37,6 +38,7 @@ STEP = StepRecord(
     skipped=False, losses=(), grad_norm=None, clipped=False, loss_scale=None, groups=(), precision="float32", sample=None, sampled=True,
 )  # fmt: skip
 PACE = Pace.regular(10)
+BINS = len(MAGNITUDE_EXPONENTS) + 1
 SUMS = ParameterSums(16, 1.0, 4.0, 9.0, 0, 0, update_squared=0.09, changed=8.0)
 LAYERS = {name: Layer(name, depth, "matrix", "0") for depth, name in enumerate(("w", "v"))}
 
@@ -119,6 +121,37 @@ def test_shards_add_up_to_what_the_owner_exports() -> None:
         assert (two.taken[0].own.parameters, two.taken[0].own.activations) == ((), ())
         assert two.taken[0].own.run == one.taken[0].own.run
         assert (one.taken[0].local, one.guard.errors["ranks"]) == (None, 0)
+
+
+def test_histograms_that_not_all_ranks_counted_have_no_values() -> None:
+    """A rank that learned too late of what was agreed on: half the counts would look like half the elements."""
+    counted = replace(SUMS, magnitudes=(1.0,) * BINS, magnitude_sum=2.0)
+    with ranks(*[manifest(r, shard("w", r, 2), groups=((0, 1),)) for r in range(2)]) as (one, two):
+        for step, other in ((10, counted), (20, SUMS)):
+            one.put(step, readings("w", sums=counted))
+            two.put(step, readings("w", sums=other))
+        settle(one, two)
+        both, half = (taken.own.parameters[0].sums for taken in one.taken)
+        assert (both.magnitudes, both.magnitude_sum) == ((2.0,) * BINS, 4.0)
+        assert (half.magnitudes, half.magnitude_sum) == (None, 0.0)
+
+
+def test_activations_of_an_earlier_step_are_shown_and_are_no_new_sample() -> None:
+    """Where they are measured less often; also where the other rank does not come."""
+    new = readings("w")
+    old = replace(new, activations=(), earlier_activations=new.activations)
+    with ranks(*[manifest(r, shard("w", r, 2), groups=((0, 1),)) for r in range(2)], seconds=0.5) as (one, two):
+        for step, sample in ((10, new), (20, old)):
+            one.put(step, sample)
+            two.put(step, sample)
+        settle(one, two)
+        one.put(30, old)
+        settle(one)
+        counts = [
+            ([site.count for site in taken.own.activations], [site.count for site in taken.own.earlier_activations])
+            for taken in one.taken
+        ]
+        assert counts == [([8.0], []), ([], [8.0]), ([], [4.0])]
 
 
 def test_replicas_count_once_and_their_divergence_is_seen() -> None:
