@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -155,12 +156,17 @@ class Budget:
         """Return the pace to go over to: the same, a more sparing one that fits, or one step denser where that leaves clear room.
 
         Parts that alone exceed the budget at the cadence that was asked for are thinned; what all take together sets the cadence.
+        While it fits, nothing is made more sparing, whatever part of the budget one has come to take.
         """
         if self._most is None or not self.step_seconds:
             return pace
         room = max(self._most - self.steady, _LEAST_ROOM * self._most)
+        fits = sum(self.shares(pace).values()) <= room
         shares = {part: share / room for part, share in self.shares(Pace.regular(self._every)).items()}
-        levels = {part: _part_level(shares.get(part, 0.0), self._level_of(pace.of(part))) for part in ("histograms", "activations")}
+        levels = {
+            part: _part_level(shares.get(part, 0.0), self._level_of(pace.of(part)), fits=fits)
+            for part in ("histograms", "activations")
+        }
 
         def together(level: int) -> float:
             return sum(share / (1 << max(level, levels.get(part, 0))) for part, share in shares.items())
@@ -175,12 +181,19 @@ class Budget:
         return (steps // self._every).bit_length() - 1
 
 
-def _part_level(share: float, level: int) -> int:
+def _part_level(share: float, level: int, *, fits: bool) -> int:
     """Return how often to double the steps between measurements of a part that takes such a share of the room if not thinned.
 
-    One that exceeds it alone gets a quarter: two of them are not to use up what the others need.
+    One that exceeds it alone gets a quarter: two of them are not to use up what the others need. A part that is thinned is thinned
+    further before the others have to come less often for it.
+
+    Args:
+        share: What the part takes of the room where it is not thinned.
+        level: The level in force.
+        fits: All parts together are within the room.
     """
-    return _level(lambda level: share / (1 << level), level, most=0.4 if level else 1.0, goal=0.25, relaxed=0.25)
+    most = math.inf if fits else 0.4 if level else 1.0
+    return _level(lambda level: share / (1 << level), level, most=most, goal=0.25, relaxed=0.25 if fits else 0.0)
 
 
 def _level(share: Callable[[int], float], level: int, *, most: float, goal: float, relaxed: float) -> int:

@@ -124,7 +124,7 @@ class Pacer:
         )
         if after == after.common(before):
             part = max(shares, key=lambda name: shares[name], default="nothing")
-            why = f"{overhead:.2%} of the training's time, {part} most of it ({shares.get(part, 0.0):.2%})"
+            why = f"{100 * overhead:.2f} % of the training's time, {part} most of it ({100 * shares.get(part, 0.0):.2f} %)"
             over = "more than" if overhead > (self._most or 0.0) else "and another rank's is more than"
             _LOG.warning(
                 "own cost is %s, %s max_overhead=%g: %s; denser again once they cost less. To see more, raise max_overhead (None: "

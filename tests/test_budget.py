@@ -100,6 +100,18 @@ def test_parts_that_exceed_it_only_together_are_not_thinned() -> None:
     assert training.pace == Pace.regular(2 * EVERY)
 
 
+def test_a_part_that_is_thinned_is_left_alone_while_all_fits() -> None:
+    """It has come to take 0.7 % of the 1 %; with 0.4 % more of another it is thinned further, and the other is not."""
+    training = Training({"gradients": 0.001, "histograms": 0.05}).run(400)
+    training.paces.clear()
+    training.costs["histograms"] = 0.007 * 32
+    training.run(4 * training.pace.histograms)
+    assert training.paces == []
+    training.costs["gradients"] = 0.004
+    training.run(4 * training.pace.histograms)
+    assert [pace for _, pace in training.paces] == [Pace(EVERY, 128 * EVERY, EVERY)]
+
+
 def test_what_is_still_too_much_after_thinning_stretches_the_cadence_too() -> None:
     """No part is thinned twice for it: it comes as often as it would alone."""
     training = Training({"gradients": 0.028, "histograms": 0.2}).run(200)
