@@ -156,22 +156,22 @@ class Budget:
         """Return the pace to go over to: the same, a more sparing one that fits, or one step denser where that leaves clear room.
 
         Parts that alone exceed the budget at the cadence that was asked for are thinned; what all take together sets the cadence.
-        While it fits, nothing is made more sparing, whatever part of the budget one has come to take.
+        While it fits, nothing is made more sparing; while it is too much, nothing denser.
         """
         if self._most is None or not self.step_seconds:
             return pace
         room = max(self._most - self.steady, _LEAST_ROOM * self._most)
-        fits = sum(self.shares(pace).values()) <= room
+        taken = sum(self.shares(pace).values()) / room
         shares = {part: share / room for part, share in self.shares(Pace.regular(self._every)).items()}
         levels = {
-            part: _part_level(shares.get(part, 0.0), self._level_of(pace.of(part)), fits=fits)
-            for part in ("histograms", "activations")
+            part: _part_level(shares.get(part, 0.0), self._level_of(pace.of(part)), taken) for part in ("histograms", "activations")
         }
 
         def together(level: int) -> float:
             return sum(share / (1 << max(level, levels.get(part, 0))) for part, share in shares.items())
 
-        level = _level(together, self._level_of(pace.every_n_steps), most=1.0, goal=0.9, relaxed=0.7)
+        relaxed = 0.7 if taken <= 1.0 else 0.0
+        level = _level(together, self._level_of(pace.every_n_steps), most=1.0, goal=0.9, relaxed=relaxed)
         every, histograms, activations = (
             self._every * 2 ** max(level, own) for own in (0, levels["histograms"], levels["activations"])
         )
@@ -181,7 +181,7 @@ class Budget:
         return (steps // self._every).bit_length() - 1
 
 
-def _part_level(share: float, level: int, *, fits: bool) -> int:
+def _part_level(share: float, level: int, taken: float) -> int:
     """Return how often to double the steps between measurements of a part that takes such a share of the room if not thinned.
 
     One that exceeds it alone gets a quarter: two of them are not to use up what the others need. A part that is thinned is thinned
@@ -190,10 +190,16 @@ def _part_level(share: float, level: int, *, fits: bool) -> int:
     Args:
         share: What the part takes of the room where it is not thinned.
         level: The level in force.
-        fits: All parts together are within the room.
+        taken: What all parts together take of it at the pace in force.
     """
-    most = math.inf if fits else 0.4 if level else 1.0
-    return _level(lambda level: share / (1 << level), level, most=most, goal=0.25, relaxed=0.25 if fits else 0.0)
+
+    def at(level: int) -> float:
+        return share / (1 << level)
+
+    most = math.inf if taken <= 1.0 else 0.4 if level else 1.0
+    # two parts can come back at the same time, and each doubles what it takes: then all still fit, and the cadence stays
+    relaxed = 0.25 if taken + 2 * at(level) <= 0.9 else 0.0
+    return _level(at, level, most=most, goal=0.25, relaxed=relaxed)
 
 
 def _level(share: Callable[[int], float], level: int, *, most: float, goal: float, relaxed: float) -> int:

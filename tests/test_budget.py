@@ -145,6 +145,19 @@ def test_costs_that_vary_do_not_make_the_pace_flap(seed: int) -> None:
     assert training.run(4 * longest).overhead(4 * longest) <= 1.2 * MOST
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_change_makes_one_part_denser_and_another_more_sparing(seed: int) -> None:
+    """Whatever costs do: it could not be told whether there is too much or room."""
+    chance = random.Random(seed)
+    training = Training({})
+    for _ in range(30):
+        training.costs = {part: 0.01 * 4 ** chance.uniform(-3, 3) for part in ("gradients", "histograms", "activations")}
+        training.run(5 * training.pace.every_n_steps)
+    paces = [Pace.regular(EVERY), *(pace for _, pace in training.paces)]
+    assert len(paces) > 10
+    assert all(new.common(old) in {new, old} for old, new in itertools.pairwise(paces))
+
+
 @pytest.mark.parametrize("hiccup", [1, 500])
 def test_one_hiccup_and_the_cold_first_sample_change_nothing(hiccup: int) -> None:
     """Each a hundred times what samples cost."""

@@ -144,7 +144,7 @@ def test_a_hook_that_is_fast_again_is_measured_as_asked_for_again(
         loop.run(20)
         assert paced(problems.seen(watch, sink))["histograms"] > 2
         hook.seconds = 0.0
-        paces = []
+        paces: list[set[float]] = []
         while len(paces) < 60 and (not paces or paces[-1] != {2}):
             loop.run(10)
             paces.append(set(paced(problems.seen(watch, sink)).values()))
