@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -88,6 +89,7 @@ def test_a_slow_hook_costs_less_than_1_percent_after_100_steps(
         slept, hook.slept = hook.slept, 0.0
         after = loop.run(100)
         seen = problems.seen(watch, sink)
+    bare += loop.run(40)  # before and after: other programs come and go
     assert sum(first) > 100 * statistics.median(bare) + 0.9 * slept
     assert slept > 10 * MOST * sum(first)
     assert hook.slept <= MOST * sum(after)
@@ -100,10 +102,12 @@ def test_a_slow_hook_costs_less_than_1_percent_after_100_steps(
         r.getMessage() for r in caplog.records if "own cost" in r.getMessage() and r.levelno == logging.WARNING
     ]
     assert "updates most of it" in first_warning
-    assert "steps (before: 5)" in first_warning
     assert "max_overhead" in first_warning
+    stretched = re.search(r"samples come every (\d+) steps \(before: 5\)", first_warning)
+    assert stretched, first_warning
+    assert int(stretched[1]) >= 1280, "at once as far as is needed"
     assert f"every {cadence:g} steps" in [first_warning, *others][-1]
-    assert len(others) < 2  # what every step costs is known later
+    assert len(others) <= 4  # what every step costs is known later, and leaves samples a tenth of the budget at least
 
 
 @pytest.mark.parametrize(
