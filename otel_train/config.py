@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import time
@@ -74,6 +75,8 @@ class MonitorConfig:
     """Name of the run, the label ``run``. Default: Slurm's job id, torchelastic's run id, else made up."""
     every_n_steps: int = field(default=10, metadata=_reads(int))
     """Steps between samples. The first step is sampled too."""
+    max_overhead: float | None = field(default=0.01, metadata=_reads(_optional(float)))
+    """Most own seconds a second of training. Above it costly parts, then all samples, come less often. None: no limit."""
     host: str = field(default="localhost", metadata=_reads(str, "OTEL_EXPORTER_PROMETHEUS_HOST"))
     """Address that the endpoint listens on; loopback by default. IPv6 addresses without brackets."""
     port: int | None = field(default=9464, metadata=_reads(_optional(int), "OTEL_EXPORTER_PROMETHEUS_PORT"))
@@ -124,6 +127,7 @@ class MonitorConfig:
             self._check_integer(name, least=1 if name == "planned_steps" else 0, optional=True)
         for name in ("flops_per_token", "peak_flops", "update_memory_mb"):
             self._check_positive(name)
+        self._check_positive("max_overhead", most=1.0)
         self._check_positive("rank_timeout", optional=False)
         self._check_choice("layers_on", ("owner", "all"))
         self._check_port()
@@ -147,11 +151,12 @@ class MonitorConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self._refuse(name, f"an integer of at least {least}" + (" or None" if optional else ""))
 
-    def _check_positive(self, name: str, *, optional: bool = True) -> None:
+    def _check_positive(self, name: str, *, optional: bool = True, most: float = math.inf) -> None:
         value = getattr(self, name)
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (optional and value is None) and not (numeric and 0 < value < float("inf")):
-            self._refuse(name, "a positive number" + (" or None" if optional else ""))
+        if not (optional and value is None) and not (numeric and 0 < value <= most and value < math.inf):
+            limit = "" if most == math.inf else f" up to {most:g}"
+            self._refuse(name, f"a positive number{limit}" + (" or None" if optional else ""))
 
     def _check_port(self) -> None:
         self._check_integer("port", least=0, optional=True)

@@ -1,9 +1,10 @@
-"""What the host knows of the device: its name and its memory. Nothing here waits for it."""
+"""What the host knows of the device: its name, its memory, what the monitor takes of its time. Nothing here waits for it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,3 +39,60 @@ def memory_values(stats: Mapping[str, Any]) -> dict[str, float]:
         throughput.ALLOCATOR_RETRIES.name: "num_alloc_retries",
     }
     return {name: float(stats[key]) for name, key in keys.items() if key in stats}
+
+
+Marks = Sequence[tuple[str, Any, Any]]
+"""Parts, and the events at which the device began and ended each."""
+_MOST_MARKS = 4096
+"""Marks a step at most: hundreds of micro-batches each meet every activation module."""
+
+
+class DeviceClock:
+    """Marks on the device where parts of the monitor begin and end: the host has long gone on when their kernels run.
+
+    For the training's thread, which waits for none of the events; ``device_seconds`` looks at them once they have passed.
+
+    Args:
+        make_event: Returns an event that can be timed.
+    """
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        self._make_event = make_event
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def begin(self) -> object:
+        """Mark the beginning of a part; None where no more can be marked."""
+        return self._mark() if len(self._marks) < _MOST_MARKS else None
+
+    def end(self, part: str, began: object) -> None:
+        """Mark the end of a part."""
+        ended = self._mark() if began is not None else None
+        if ended is not None:
+            self._marks.append((part, began, ended))
+
+    def _mark(self) -> Any:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a backend without events that can be timed
+            event = self._make_event()
+            event.record()
+            return event
+        return None
+
+    def take(self) -> Marks:
+        """Return the marks since the last call."""
+        marks, self._marks = self._marks, []
+        return marks
+
+
+def device_clock(device: torch.device) -> DeviceClock | None:
+    """Return a clock of an accelerator; None for the CPU, where the host's clock sees everything."""
+    return None if device.type in ("cpu", "meta") else DeviceClock(lambda: torch.Event(device, enable_timing=True))
+
+
+def device_seconds(marks: Marks) -> dict[str, float]:
+    """Return what each part took on the device, without waiting: what has not passed yet is left out."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for part, began, ended in marks:
+        with contextlib.suppress(RuntimeError):  # not passed: on a stream of its own, or recorded into a graph
+            milliseconds = began.elapsed_time(ended)
+            seconds[part] += milliseconds / 1000
+    return dict(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from otel_train.stats.throughput import TransformerShape, peak_flops, transforme
 _LOG = logging.getLogger("otel_train")
 
 
-def run_facts(model: nn.Module, config: MonitorConfig, place: Rank, device: torch.device, ranks: Ranks | None) -> RunFacts:
+def run_facts(
+    model: nn.Module, config: MonitorConfig, place: Rank, device: torch.device, ranks: Ranks | None, *, measured: Sequence[str]
+) -> RunFacts:
     """Collect what is known when a monitor is attached.
 
     Args:
@@ -31,6 +33,7 @@ def run_facts(model: nn.Module, config: MonitorConfig, place: Rank, device: torc
         place: This process among the others.
         device: The model's.
         ranks: The other ranks, where there are any.
+        measured: Names of the parts that sampled steps measure.
     """
     name, uuid = device_name(device)
     peak, source = (config.peak_flops, "given") if config.peak_flops else (peak_flops(name), "table")
@@ -48,12 +51,12 @@ def run_facts(model: nn.Module, config: MonitorConfig, place: Rank, device: torc
         device_uuid=uuid,
         local_rank=place.local_rank,
         host=socket.gethostname(),
-        every_n_steps=config.every_n_steps,
         planned_steps=config.planned_steps,
         warmup_steps=config.warmup_steps,
         peak_flops=peak,
         peak_flops_source=source,
         parts=PARTS,
+        measured=tuple(measured),
         layers_on=config.layers_on,
         leads_run=layout is None or layout.leads_run,
         leads_replica=layout is None or layout.leads_replica,

@@ -24,9 +24,10 @@ from otel_train import config as configuration
 from otel_train import parallel
 from otel_train.assembly import Assembler, LiveState
 from otel_train.assembly.state import RunState, read_state
+from otel_train.budget import Pace
 from otel_train.config import MonitorConfig
-from otel_train.device import device_memory
-from otel_train.errors import ConfigError, OtelTrainError
+from otel_train.device import device_clock, device_memory
+from otel_train.errors import OtelTrainError
 from otel_train.facts import flops_per_token, run_facts
 from otel_train.guard import Guard
 from otel_train.hooks.attachment import Attachment
@@ -35,16 +36,17 @@ from otel_train.hooks.optimizer import group_names
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.targets import check_model, named_optimizers, unwrapped
 from otel_train.layers import map_layers
+from otel_train.pacing import Pacer
 from otel_train.parallel import Others, Ranks
 from otel_train.parallel.clip import clip_grad_norm_
-from otel_train.records import Coverage, RankSample, StepRecord
+from otel_train.records import Coverage, RankSample
 from otel_train.sigterm import Sigterm
-from otel_train.sinks import Sink
+from otel_train.sinks import Sink, check_sinks
 from otel_train.sinks.endpoint import Endpoint
 from otel_train.sinks.page import render_fragment
 from otel_train.sinks.prometheus import PrometheusSink
 from otel_train.snapshot import Snapshot
-from otel_train.worker import Worker
+from otel_train.worker import Worker, thread_seconds
 
 _LOG = logging.getLogger("otel_train")
 _Batch = TypeVar("_Batch")
@@ -96,7 +98,7 @@ def attach(
         chosen = configuration.make_config(config, settings)
         check_model(model)
         optimizers = named_optimizers(model, optimizer)
-        extra = _check_sinks(sinks)
+        extra = check_sinks(sinks)
         monitor = Monitor(model, optimizers, chosen, extra, Others(board, mesh, groups))
     except OtelTrainError as error:
         if board is None:
@@ -109,17 +111,6 @@ def attach(
 
 
 _Item = Step | PendingMicroBatches | Coverage | RankSample
-
-
-def _check_sinks(sinks: object) -> list[Sink]:
-    if sinks is None:
-        return []
-    found: list[Sink] = []
-    for sink in sinks if isinstance(sinks, Iterable) else [sinks]:
-        if not isinstance(sink, Sink):
-            raise ConfigError(f"sinks: expected objects with publish and close, got {type(sink).__name__}")
-        found.append(sink)
-    return found
 
 
 class Monitor:
@@ -138,8 +129,10 @@ class Monitor:
         others: Others,
     ) -> None:
         self._config, self._sinks = config, list(sinks)
-        self._guard = Guard()
-        self._live = LiveState()
+        self._device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
+        clock = device_clock(self._device)
+        self._guard = Guard(clock)
+        self._live = LiveState(Pace.regular(config.every_n_steps))
         self._disabled = configuration.is_disabled()
         self._closed = self._disabled
         self._closing = threading.RLock()  # a signal handler may close while we close
@@ -156,15 +149,20 @@ class Monitor:
             self._attachment: Attachment | None = None
             return
         self._place = parallel.process_rank(configuration.rank_from_environment())
-        self._device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
-        self._attachment = Attachment(model, optimizers, config, guard=self._guard, emit=self._worker.put, cover=self._worker.put)
+        self._attachment = Attachment(
+            model, optimizers, config, guard=self._guard, clock=clock, emit=self._emit, cover=self._worker.put
+        )
+        self._pacer = Pacer(self._attachment.recorder, config)
         try:
             layer_map = map_layers(model, group_names(optimizers), config) if others.board is not None else None
-            self._ranks = others.meet(model, layer_map, config, guard=self._guard, deliver=self._worker.put)
+            self._ranks = others.meet(
+                model, layer_map, config, horizon=lambda: self._pacer.horizon, guard=self._guard, deliver=self._deliver
+            )
         except OtelTrainError:
             self._attachment.remove()
             raise
-        facts = run_facts(model, config, self._place, self._device, self._ranks)
+        self._pacer.alone = self._ranks is None or not self._ranks.meets
+        facts = run_facts(model, config, self._place, self._device, self._ranks, measured=self._attachment.measured)
         self._assembler = Assembler(facts, flops_per_token(model, config, self._device, self._ranks))
 
     def start(self, old: Monitor | None) -> None:
@@ -202,6 +200,15 @@ class Monitor:
             self._guard.errors["endpoint"] += 1
             _LOG.warning("no endpoint: cannot listen on %s port %d (%s)", self._config.host, port, error)
 
+    def _emit(self, item: Step | PendingMicroBatches) -> None:
+        self._worker.put(item)
+        if isinstance(item, Step) and self._pacer.is_urgent(item.costs):
+            self._worker.hurry()
+
+    def _deliver(self, sample: RankSample) -> None:
+        self._pacer.meet(sample.attempt, sample.agreed)  # in the exchange's thread: a decision does not wait for the worker's turn
+        self._worker.put(sample)
+
     def _handle(self, item: _Item) -> None:
         with self._guard.part("export"):
             if isinstance(item, Coverage):
@@ -211,14 +218,17 @@ class Monitor:
             elif isinstance(item, RankSample):
                 self._assembler.add_sample(item)
             else:
-                self._add(item.resolve())
+                self._add(item)
 
-    def _add(self, record: StepRecord) -> None:
-        if self._ranks is None or not record.sampled:
-            self._assembler.add(record)
-            return
-        self._assembler.add(replace(record, sample=None))
-        self._ranks.put(record, self._assembler.step)  # its layers follow once the ranks have met
+    def _add(self, step: Step) -> None:
+        began = thread_seconds()
+        record = step.resolve()
+        exchanged = self._ranks if record.sampled else None
+        self._assembler.add(record if exchanged is None else replace(record, sample=None))
+        now, ranks = thread_seconds(), self._guard.seconds["ranks"]
+        pace = self._pacer.add(record, now - began, threads=now + self._prometheus.seconds, ranks=ranks)
+        if exchanged is not None:
+            exchanged.put(record, self._assembler.step, pace)  # its layers follow once the ranks have met
 
     def _publish(self) -> None:
         with self._guard.part("export"):
@@ -228,6 +238,7 @@ class Monitor:
             errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
             live.monitor_seconds, live.monitor_errors = seconds, errors
             live.memory = device_memory(self._device)
+            live.pace, live.overhead = self._pacer.pace, self._pacer.overhead
             self._prometheus.publish(self._assembler.snapshot(live, time.time()))
         snapshot = self.snapshot
         if snapshot is None:

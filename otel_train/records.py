@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from otel_train.budget import Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,15 @@ class LayerSample:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often all ranks are to sample, and from which step on."""
+
+    pace: Pace
+    start: int
+    """A step that no rank has come to."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankSample:
     """A sampled step after the ranks have met."""
 
@@ -155,6 +167,10 @@ class RankSample:
     """What this rank measured of its own shards, if that is exported too."""
     local_weight_squared: float | None = None
     """Sum of squares of all weights that this rank holds; None where there is one rank only."""
+    attempt: int = 0
+    """Number of the step among all that were attempted."""
+    agreed: Agreement | None = None
+    """What the ranks agreed on; None where they did not meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +222,8 @@ class StepRecord:
     """Number of the step among all that were attempted, skipped ones too: equal on all ranks."""
     sampled: bool = False
     """Whether this step was to be measured; the sample is missing where it was skipped."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the monitor took in the training's way, by part: on the host clock or on the device, whichever was longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from otel_train.sinks.memory import MemorySink
 def capture(model: nn.Module, optimizer: Any = None, **settings: Any) -> Iterator[tuple[Monitor, MemorySink]]:
     """Attach without an endpoint and keep every Snapshot.
 
-    Call ``monitor.flush()`` before looking at ``sink.last``.
+    Call ``monitor.flush()`` before looking at ``sink.last``. Steps are sampled as asked for, whatever that costs: ``max_overhead``
+    is None unless given.
 
     Args:
         model: The root module.
@@ -27,5 +28,5 @@ def capture(model: nn.Module, optimizer: Any = None, **settings: Any) -> Iterato
         The monitor and the sink.
     """
     sink = MemorySink()
-    with attach(model, optimizer, sinks=[sink], **{"port": None, **settings}) as monitor:
+    with attach(model, optimizer, sinks=[sink], **{"port": None, "max_overhead": None, **settings}) as monitor:
         yield monitor, sink

@@ -12,10 +12,18 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
+def thread_seconds() -> float:
+    """Return the processor time of the calling thread; 0 where there is no clock of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        return time.thread_time()
+    return 0.0
+
+
 class Worker(Generic[Item]):
     """A daemon thread that handles items in order, in batches, with a tick after each batch.
 
-    Batches come at most once a period, so that a fast loop does not wake the thread at every step; a flush does not wait for that.
+    Batches come at most once a period, so that a fast loop does not wake the thread at every step; a flush does not wait for that,
+    nor does what is hurried.
 
     Args:
         name: The thread's name.
@@ -39,7 +47,7 @@ class Worker(Generic[Item]):
         self._limit = limit
         self._changed = threading.Condition(threading.RLock())
         self._flushes = self._flushed = 0
-        self._stopping = self._woken = False
+        self._stopping = self._woken = self._hurried = False
         self._ended = True  # there is no thread to wait for
         self.dropped = 0
         self.cpu_seconds = 0.0
@@ -64,6 +72,12 @@ class Worker(Generic[Item]):
         """Have a tick come at the next turn, though no item came."""
         with self._changed:
             self._woken = True
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Have the next batch come at once, not after its period."""
+        with self._changed:
+            self._hurried = True
             self._changed.notify_all()
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -102,14 +116,13 @@ class Worker(Generic[Item]):
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self._woken or self._flushes > self._flushed or self._stopping)
                 goal, stopping = self._flushes, self._stopping
-                self._woken = False
+                self._woken = self._hurried = False
             self._handle_waiting()
-            with contextlib.suppress(OSError):  # no thread clock on some platforms
-                self.cpu_seconds = time.thread_time()
+            self.cpu_seconds = thread_seconds()
             with self._changed:
                 self._flushed = goal
                 self._changed.notify_all()
                 if stopping:
                     self._ended = True
                     return
-                self._changed.wait_for(lambda: self._flushes > self._flushed or self._stopping, self._period)
+                self._changed.wait_for(lambda: self._flushes > self._flushed or self._stopping or self._hurried, self._period)

@@ -239,6 +239,7 @@ warmup = 1_000_000
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
 monitor = otel_train.attach(
     model, optimizer, host="127.0.0.1", port=port, run="e2e", every_n_steps=2, warmup_steps=warmup, planned_steps=2 * warmup,
+    max_overhead=None,
     flops_per_token=6e3, peak_flops=1e12, labels={"team": "tests"}, handle_sigterm=mode == "sigterm",
 )
 began = time.monotonic()

@@ -283,7 +283,9 @@ def test_every_series_has_run_rank_and_the_constant_labels() -> None:
     """As given, on the page that Prometheus reads."""
     model = Mlp(hidden=16)
     optimizer = sgd(model)
-    with otel_train.attach(model, optimizer, port=0, run="seven", labels={"team": 'vi"sion'}, every_n_steps=1) as monitor:
+    with otel_train.attach(
+        model, optimizer, port=0, run="seven", labels={"team": 'vi"sion'}, every_n_steps=1, max_overhead=None
+    ) as monitor:
         problems.vector_loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
         optimizer.step()
         assert monitor.flush()

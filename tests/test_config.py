@@ -22,6 +22,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"every_n_steps": 0}, "every_n_steps: expected an integer of at least 1, got 0"),
     ({"every_n_steps": True}, "every_n_steps: expected an integer"),
     ({"every_n_steps": 2.5}, "every_n_steps: expected an integer"),
+    ({"max_overhead": 0}, "max_overhead: expected a positive number up to 1 or None, got 0"),
+    ({"max_overhead": 1.5}, "max_overhead: expected a positive number up to 1 or None, got 1.5"),
     ({"max_layers": -1}, "max_layers: expected an integer"),
     ({"port": 70000}, "port: expected a port from 0 to 65535"),
     ({"port": -1}, "port: expected an integer of at least 0"),
@@ -75,7 +77,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "kinds": "matrix, vector",
         "activations": "blocks.*.act,head", "histograms": "off", "updates": "exact", "planned_steps": "100", "warmup_steps": "none",
         "flops_per_token": "6e6", "peak_flops": "1e12", "labels": "team=a,user=b", "handle_sigterm": "yes",
-        "layers_on": "all", "rank_timeout": "2.5", "update_memory_mb": "128",
+        "layers_on": "all", "rank_timeout": "2.5", "update_memory_mb": "128", "max_overhead": "0.05",
     }  # fmt: skip
     assert set(texts) == {entry.name for entry in dataclasses.fields(MonitorConfig)}
     found = make_config(None, {}, {f"OTEL_TRAIN_{name.upper()}": text for name, text in texts.items()})
@@ -83,7 +85,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         run="r", every_n_steps=5, host="::1", port=0, layers="block", max_layers=9, kinds=("matrix", "vector"),
         activations=("blocks.*.act", "head"), histograms="off", updates="exact", planned_steps=100, warmup_steps=None,
         flops_per_token=6e6, peak_flops=1e12, labels={"team": "a", "user": "b"}, handle_sigterm=True,
-        layers_on="all", rank_timeout=2.5, update_memory_mb=128.0,
+        layers_on="all", rank_timeout=2.5, update_memory_mb=128.0, max_overhead=0.05,
     )  # fmt: skip
 
 

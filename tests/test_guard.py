@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from otel_train.guard import PARTS, Guard
+from otel_train.guard import IN_TRAINING, PARTS, Guard
 
 
 def _fail(error: BaseException) -> None:
@@ -117,3 +117,15 @@ def test_a_part_that_is_none_is_an_error() -> None:
     """A misspelt name must not count nowhere."""
     with pytest.raises(KeyError):
         Guard().part("no such part")
+
+
+def test_what_was_spent_is_told_once_and_by_part() -> None:
+    """Of the training's thread only."""
+    guard = Guard()
+    for part in ("gradients", "export"):
+        with guard.part(part):
+            time.sleep(0.02)
+    spent = guard.spent()
+    assert set(spent) == set(IN_TRAINING)
+    assert {part for part, seconds in spent.items() if seconds >= 0.02} == {"gradients"}
+    assert set(guard.spent().values()) == {0.0}

@@ -324,3 +324,16 @@ def test_the_thread_is_a_daemon_with_its_name() -> None:
     worker.stop(WAIT)
     assert found[0].daemon
     assert found[0].name == "a name"
+
+
+def test_what_is_hurried_does_not_wait_for_the_period() -> None:
+    """The period here is an hour: an item waits for it, a hurried one does not."""
+    log = Log()
+    with _running(log) as worker:
+        worker.put(1)
+        assert log.wait_for_ticks(1)
+        worker.put(2)
+        assert not log.wait_for_ticks(2, 0.2)
+        worker.hurry()
+        assert log.wait_for_ticks(2)
+        assert log.items == [1, 2]

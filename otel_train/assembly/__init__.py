@@ -12,6 +12,7 @@ from otel_train.assembly.coverage import CoverageWatch
 from otel_train.assembly.layer import local_samples_of, root, run_samples_of, run_sums, samples_of
 from otel_train.assembly.schedule import SchedulePeak
 from otel_train.assembly.state import RunState
+from otel_train.budget import Pace
 from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, parameters, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
 from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, MicroBatches, ParameterReading, RankSample, StepRecord
@@ -20,6 +21,8 @@ from otel_train.snapshot import HistogramValue, Sample, Snapshot
 _MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
 _DURATION_BOUNDS = throughput.STEP_DURATION.bounds
 _LAYER_GAUGES = sum(spec.labels == LAYER_LABELS for spec in CATALOG.values())
+_RATED = 1000
+"""Steps at most that rates are averaged over: from one sample to the next, so that own cost is in it as it is in the training."""
 _PHASES = ("warmup", "peak", "main")
 _LEARNING_RATE_FACTS = (
     (run.LEARNING_RATE, "learning_rate"),
@@ -44,13 +47,14 @@ class RunFacts:
     device_uuid: str
     local_rank: int
     host: str
-    every_n_steps: int
     planned_steps: int | None
     warmup_steps: int | None
     peak_flops: float | None
     peak_flops_source: str
     parts: tuple[str, ...]
     """Names of the monitor's parts, whose cost and errors are counted."""
+    measured: tuple[str, ...] = ()
+    """Those of them that sampled steps measure."""
     layers_on: str = "owner"
     """``all``: every rank exports what it holds of each layer too."""
     leads_run: bool = True
@@ -72,6 +76,10 @@ class RunFacts:
 class LiveState:
     """What the training thread and the monitor keep current outside of step records."""
 
+    pace: Pace
+    """How often samples come."""
+    overhead: float | None = None
+    """Own seconds a second of training at that pace."""
     active: bool = True
     phase: str = "train"
     resumes: int = 0
@@ -129,7 +137,7 @@ class Assembler:
         self._model_flops: float | None = None
         self._seconds: defaultdict[MetricSpec, float] = defaultdict(float)
         self._durations = _Histogram([0.0] * (len(_DURATION_BOUNDS) + 1))
-        self._recent: deque[tuple[float, int]] = deque(maxlen=max(facts.every_n_steps, 2))
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RATED)
         self._waiting = _Waiting()
         self._loss: float | None = None
         self._loss_scale: float | None = None
@@ -362,7 +370,7 @@ class Assembler:
         if self._seconds[throughput.FORWARD_SECONDS] and self._facts.forward_is_own:
             yield Sample(throughput.FORWARD_SECONDS, (), self._seconds[throughput.FORWARD_SECONDS])
         if self._facts.leads_replica:
-            yield from self._replica_samples()
+            yield from self._replica_samples(live)
         for spec in (
             throughput.MEMORY_ALLOCATED,
             throughput.MEMORY_RESERVED,
@@ -372,20 +380,21 @@ class Assembler:
             if spec.name in live.memory:
                 yield Sample(spec, (), live.memory[spec.name])
 
-    def _replica_samples(self) -> Iterator[Sample]:
+    def _replica_samples(self, live: LiveState) -> Iterator[Sample]:
         """Yield what the ranks that work on the same tokens have in common."""
         yield Sample(throughput.TOKENS, (), self._counts[throughput.TOKENS])
         yield Sample(throughput.SAMPLES, (), self._counts[throughput.SAMPLES])
         if self._model_flops is not None:
             yield Sample(throughput.MODEL_FLOPS, (), self._model_flops)
-        yield from self._rates()
+        yield from self._rates(live)
 
-    def _rates(self) -> Iterator[Sample]:
+    def _rates(self, live: LiveState) -> Iterator[Sample]:
         peak = self._facts.peak_flops
         if peak is not None:
             yield Sample(throughput.PEAK_FLOPS, (self._facts.peak_flops_source,), peak)
-        seconds = sum(duration for duration, _ in self._recent)
-        tokens = sum(count for _, count in self._recent)
+        recent = list(self._recent)[-max(live.pace.every_n_steps, 2) :]
+        seconds = sum(duration for duration, _ in recent)
+        tokens = sum(count for _, count in recent)
         if not tokens or not seconds:
             return
         yield Sample(throughput.TOKENS_PER_SECOND, (), tokens / seconds)
@@ -399,5 +408,9 @@ class Assembler:
         for part in self._facts.parts:
             yield Sample(monitor.MONITOR_ERRORS, (part,), live.monitor_errors.get(part, 0))
         yield from self._watch.samples()
-        yield Sample(monitor.EVERY_N_STEPS, (), self._facts.every_n_steps)
+        yield Sample(monitor.EVERY_N_STEPS, (), live.pace.every_n_steps)
+        for part in self._facts.measured:
+            yield Sample(monitor.PART_EVERY_N_STEPS, (part,), live.pace.of(part))
+        if live.overhead is not None:
+            yield Sample(monitor.OVERHEAD, (), live.overhead)
         yield Sample(monitor.DROPPED_SERIES, (), self._coverage.dropped_layers * _LAYER_GAUGES)

@@ -46,7 +46,27 @@ SILENT_ACTIVATION_MODULES = gauge(
     "`attach`, not called by the model's own forward in training), or never saw a floating-point tensor. Named in the log after 3 "
     "samples.",
 )
-EVERY_N_STEPS = gauge("otel_train.every_n_steps", "Steps between samples.", reduction=Reduction.SAME)
+EVERY_N_STEPS = gauge(
+    "otel_train.every_n_steps",
+    "Steps between samples, as it is now.",
+    reduction=Reduction.SAME,
+    note="The setting `every_n_steps`, or more, times a power of two, while samples would cost more than `max_overhead`.",
+)
+PART_EVERY_N_STEPS = gauge(
+    "otel_train.part.every_n_steps",
+    "Steps between two measurements of a part, as it is now.",
+    labels=("part",),
+    reduction=Reduction.SAME,
+    note="`gradients`, `histograms`, `updates`, `activations`, as far as they are on. More than `otel_train_every_n_steps` where "
+    "the part alone would cost more than `max_overhead`.",
+)
+OVERHEAD = gauge(
+    "otel_train.overhead_ratio",
+    "Own seconds a second of training, at the pace that is in force.",
+    note="What `max_overhead` limits: the typical cost of the last three samples, and of what every step costs, processor time of "
+    "the monitor's threads included. What it came to over any time is `otel_train_monitor_seconds_total` by the sum of "
+    "`otel_train_step_duration_seconds`. No series before the second step.",
+)
 DROPPED_SERIES = gauge(
     "otel_train.dropped_series",
     "Layer series that are not exported of their own because of `max_layers`.",

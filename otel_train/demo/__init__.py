@@ -103,6 +103,8 @@ def _attached(demo: Demo, options: DemoOptions, seen: otel_train.MemorySink) -> 
     given: dict[str, Any] = {"port": options.port, "every_n_steps": options.every_n_steps}
     if "peak_flops" not in settings_from_environment(os.environ):
         given["peak_flops"] = measured_peak_flops()
+    if "max_overhead" not in settings_from_environment(os.environ):
+        given["max_overhead"] = 1.0  # as good as none: a small model is to be seen learning, in a minute
     with otel_train.attach(
         demo.model,
         demo.optimizer,

@@ -188,7 +188,9 @@ def _replicas_diverged(time_base: TimeBase) -> Alert:
 
 def _coverage_low(time_base: TimeBase) -> Alert:
     gradients = f"{recording.COVERAGE_LOW}\nand on (job, run)\n  {recording.held(recording.UNCOVERED_SINCE)}"
-    activations = f"{recording.SOME_SILENT}\nand on (job, run)\n  {recording.held(recording.SILENT_SINCE)}"
+    activations = (
+        f"{recording.SOME_SILENT}\nand on (job, run)\n  {recording.held(recording.SILENT_SINCE, recording.ACTIVATIONS_HELD)}"
+    )
     return Alert(
         "OtelTrainCoverageLow",
         "warning",

@@ -37,6 +37,7 @@ ELSEWHERE = "run_rank:otel_train_phase:elsewhere"
 STEP_SECONDS = "run:otel_train_step_duration_seconds:mean"
 SAMPLED_STEP = "run:otel_train_sampled_step:max"
 HELD = "run:otel_train_every_n_steps:held"
+ACTIVATIONS_HELD = "run:otel_train_part_every_n_steps:activations_held"
 LAYER_RATIO = "run_layer:otel_train_layer_update_ratio:max"
 MEDIAN_RATIO = "run:otel_train_layer_update_ratio:median"
 MEDIAN_AT_PEAK = "run:otel_train_layer_update_ratio_at_peak_log10:median"
@@ -67,15 +68,16 @@ def recording_rules(time_base: TimeBase) -> tuple[RecordingRule, ...]:
     return (*_of_the_run(time_base), *_of_update_ratios(), *_of_coverage(), *_of_steps())
 
 
-def held(since: str) -> str:
+def held(since: str, enough: str = HELD) -> str:
     """Say that a condition has held long enough, counted in steps of the training: for the right side of an ``and``."""
-    return f"({SAMPLED_STEP} - on (job, run) group_right () {since}) >= on (job, run) group_left () {HELD}"
+    return f"({SAMPLED_STEP} - on (job, run) group_right () {since}) >= on (job, run) group_left () {enough}"
 
 
 def _of_the_run(time_base: TimeBase) -> tuple[RecordingRule, ...]:
     memory, slow = seconds(time_base.memory), f"{time_base.scrape_timeout / 2:g}"
     lately = seconds(time_base.window)
     elsewhere = series(run.PHASE, ("phase!=", "train"))
+    activations = series(monitor.PART_EVERY_N_STEPS, ("part=", "activations"))
     active, last_step, duration = series(run.RUN_ACTIVE), series(run.LAST_STEP_TIMESTAMP), throughput.STEP_DURATION
     return (
         RecordingRule(SEEN, f"timestamp({active})", "When each rank was last seen, by address: the same rank can move."),
@@ -111,6 +113,11 @@ def _of_the_run(time_base: TimeBase) -> tuple[RecordingRule, ...]:
             HELD,
             f"clamp_min({HELD_SAMPLES} * {merged('max', series(monitor.EVERY_N_STEPS))}, {HELD_STEPS})",
             f"Steps that a condition on sampled values must hold for: {HELD_SAMPLES} samples, at least {HELD_STEPS} steps.",
+        ),
+        RecordingRule(
+            ACTIVATIONS_HELD,
+            f"clamp_min({HELD_SAMPLES} * {merged('max', activations)}, {HELD_STEPS})",
+            "The same for activations, which can be measured less often.",
         ),
     )
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from otel_train.config import MonitorConfig
+from otel_train.device import DeviceClock
 from otel_train.errors import AttachError
 from otel_train.guard import Guard
 from otel_train.hooks.module import ActivationMeter, Gate, RootHook, RootPreHook
@@ -39,6 +40,7 @@ class Attachment:
         optimizers: By name.
         config: The settings.
         guard: Counts time and failures.
+        clock: Marks parts on the device; None on the CPU.
         emit: Takes each closed step.
         cover: Told what is monitored, now and whenever that changes.
 
@@ -53,6 +55,7 @@ class Attachment:
         config: MonitorConfig,
         *,
         guard: Guard,
+        clock: DeviceClock | None,
         emit: Callable[[Step | PendingMicroBatches], None],
         cover: Callable[[Coverage], None],
     ) -> None:
@@ -73,7 +76,10 @@ class Attachment:
             emit=emit,
             dtype=first.dtype,
             times_forward=first.device.type == "cpu",
+            clock=clock,
         )
+        self.measured = _measured(layer_map, config, optimizers)
+        """What sampled steps measure: names of parts."""
         self._signature: tuple[bool, ...] = ()
         self._group_signatures: dict[int, tuple[Any, ...]] = {}
         # made now: a sampled step would wait while they are copied to the device
@@ -192,6 +198,16 @@ class Attachment:
         self.gate.shut()
         self.gate.rest()
         self.recorder.release()
+
+
+def _measured(layer_map: LayerMap, config: MonitorConfig, optimizers: Mapping[str, Optimizer]) -> tuple[str, ...]:
+    around_steps = {
+        "gradients": True,
+        "histograms": any(parameter.histogram is not None for parameter in layer_map.parameters),
+        "updates": config.updates != "off",
+    }
+    parts = [part for part, is_on in around_steps.items() if is_on and optimizers]
+    return (*parts, "activations") if layer_map.sites else tuple(parts)
 
 
 def _signature(optimizer: Optimizer) -> tuple[Any, ...]:

@@ -42,15 +42,17 @@ class ParameterMeter:
         self._samplers = samplers
         self._groups: list[ShapeGroup] = []
         self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
-        self._complete = False
+        self._complete = self._histograms = False
 
     @torch.no_grad()
-    def begin(self, scale: torch.Tensor | None) -> None:
+    def begin(self, scale: torch.Tensor | None, *, histograms: bool) -> None:
         """Read gradients and weights, before the step.
 
         Args:
             scale: The gradients are this many times too large, () or None.
+            histograms: Whether magnitudes of gradients are counted.
         """
+        self._histograms = histograms
         self._complete = read = False
         with self._guard.part("gradients"):
             self._regroup()
@@ -58,10 +60,11 @@ class ParameterMeter:
             for sampler in self._samplers.values():
                 sampler.advance()
             for group in self._groups:
-                group.read_gradients(scale)
+                group.read_gradients(scale, histogram=self._histograms)
             read = True
         if not read:
             return
+        self._count_magnitudes()
         with self._guard.part("updates"):
             for group in self._groups:
                 group.read_before(self._sample)
@@ -72,7 +75,14 @@ class ParameterMeter:
         """Read the gradients again: a closure computed them anew since ``begin``."""
         with self._guard.part("gradients"):
             for group in self._groups:
-                group.read_gradients(scale)
+                group.read_gradients(scale, histogram=self._histograms)
+        self._count_magnitudes()
+
+    def _count_magnitudes(self) -> None:
+        if self._histograms:
+            with self._guard.part("histograms"):
+                for group in self._groups:
+                    group.count_magnitudes()
 
     @torch.no_grad()
     def end(self) -> tuple[list[torch.Tensor], Decode] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from otel_train.device import Marks, device_seconds
 from otel_train.readout import Reading, read_out
 from otel_train.records import ActivationReading, GroupSettings, LayerSample, MicroBatches, ParameterReading, StepRecord
 from otel_train.shards import is_partial, local
@@ -106,17 +107,19 @@ class Shown:
     """Of each optimizer the last sample, for steps at which only others are measured; for the monitor's own thread.
 
     Args:
-        patience: Steps after which an optimizer's sample is forgotten, if none has followed.
+        patience: Steps after which the sample of an optimizer, or (None) of activations, is forgotten, if none has followed.
     """
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: Callable[[int | None], int]) -> None:
         self._patience = patience
         self._last: dict[int | None, tuple[int, list[Any]]] = {}
 
     def add(self, number: int, found: Mapping[int | None, list[Any]]) -> LayerSample:
         """Return what was found in step ``number``, and beside it what of earlier samples still holds."""
         earlier = {
-            key: readings for key, (when, readings) in self._last.items() if key not in found and number - when <= self._patience
+            key: readings
+            for key, (when, readings) in self._last.items()
+            if key not in found and number - when <= self._patience(key)
         }
         self._last = {key: self._last[key] for key in earlier}
         self._last.update({key: (number, readings) for key, readings in found.items()})
@@ -204,6 +207,10 @@ class Step:
     settings: Mapping[int, Settings] = field(default_factory=dict)
     """Of every optimizer that has stepped so far, by its ``id``."""
     shown: Shown | None = None
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """Own seconds in the training's thread by part."""
+    marks: Marks = ()
+    """Where the device began and ended parts of it."""
 
     @property
     def has_ended(self) -> bool:
@@ -236,6 +243,8 @@ class Step:
         told = _micro_batches(numbers)
         left_out = {i for i in self.stepped if any(value > 0 for value in numbers.get(("found_inf", i), ()))}
         skipped = left_out >= self.stepped
+        # what was measured around a step that did not happen says nothing
+        sample = self._sample(left_out) if self.samples and self.shown is not None and not skipped else None
         return StepRecord(
             finished_at=self.finished_at,
             duration=self.duration,
@@ -253,12 +262,16 @@ class Step:
             loss_scale=observed_scale if observed_scale is not None else _last(numbers, "grad_scale"),
             groups=tuple(g for i, settings in self.settings.items() for g in settings.resolve(current=i in self.stepped)),
             precision=self.precision,
-            # what was measured around a step that did not happen says nothing
-            sample=self._sample(left_out) if self.samples and self.shown is not None and not skipped else None,
+            sample=sample,
             also_skipped=0 if skipped else self.skips + bool(left_out),
             attempt=self.number,
             sampled=self.sampled,
+            costs=self._costs(),  # the device has passed its marks by now: the sample is here
         )
+
+    def _costs(self) -> dict[str, float]:
+        on_device = device_seconds(self.marks)
+        return {part: max(seconds, on_device.get(part, 0.0)) for part, seconds in self.costs.items()}
 
     def _sample(self, left_out: Collection[int | None]) -> LayerSample:
         found: dict[int | None, list[Any]] = {}

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from otel_train.budget import Pace
+from otel_train.device import DeviceClock
 from otel_train.guard import Guard
-from otel_train.hooks.cadence import RECENT, Cadence
+from otel_train.hooks.cadence import Cadence
 from otel_train.hooks.module import ActivationMeter, Gate
 from otel_train.hooks.optimizer import group_facts, named_groups
 from otel_train.hooks.parameters import ParameterMeter
@@ -37,12 +39,13 @@ class Recorder:
 
     Args:
         labels: The optimizers' names, by ``id``; empty where there is no optimizer, and a call of ``observe`` is a step.
-        every_n_steps: Steps between samples; the first step is sampled too.
+        every_n_steps: Steps between samples, at first; the first step is sampled too.
         gate: Told when the coming forward is sampled.
         guard: Counts time and failures.
         emit: Takes each closed step, and micro-batches that wait long for theirs; must not wait.
         dtype: Type of the parameters, for the run's precision.
         times_forward: Whether the host clock measures forwards (on the CPU).
+        clock: Marks parts on the device; None on the CPU.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class Recorder:
         emit: Callable[[Step | PendingMicroBatches], None],
         dtype: torch.dtype,
         times_forward: bool,
+        clock: DeviceClock | None,
     ) -> None:
         self._labels, self._gate, self._guard, self._emit = labels, gate, guard, emit
-        self._cadence = Cadence(every_n_steps, labels)
-        self._shown = Shown(max(2 * every_n_steps, RECENT))
+        self.cadence = Cadence(Pace.regular(every_n_steps), labels)
+        self._shown = Shown(self.cadence.patience)
+        self._clock = clock
         self._dtype, self._times_forward = dtype, times_forward
         self.remeasure: Callable[[Optimizer | None], Meters] | None = None
         """Called before an optimizer is measured, with None before the first of a step; returns the meters."""
@@ -81,13 +86,18 @@ class Recorder:
         """An optimizer's step is under way: torch is iterating over its hooks, which must stay."""
         self._meters: Meters = {}
 
+    @property
+    def attempt(self) -> int:
+        """Number of the step under way, or of the one after it that may have begun; the monitor's own threads look too."""
+        return self._closed + 2
+
     def _look_ahead(self) -> None:
-        """Open the gate for activations if the coming forward may belong to a sampled step."""
+        """Open the gate for activations if the coming forward may belong to a step in which they are measured."""
         number = self._closed + 1
         begun = self._held is not None or self._step.has_ended
-        sampled = self._cadence.is_sampled(number + begun)
-        if begun and not sampled and self._cadence.is_sampled(number):
-            sampled = not self._cadence.is_whole(self._step.stepped)
+        sampled = self.cadence.measures("activations", number + begun)
+        if begun and not sampled and self.cadence.measures("activations", number):
+            sampled = not self.cadence.is_whole(self._step.stepped)
         self._gate.sample = sampled
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,7 +134,7 @@ class Recorder:
         """A forward, a wait for data or a clip: after a step it belongs to the next, or to the next optimizer of the same."""
         if self.in_step or not self._step.has_ended:  # within a closure, or on the way to a step
             return
-        if self._step.stepped and not self._cadence.is_whole(self._step.stepped):
+        if self._step.stepped and not self.cadence.is_whole(self._step.stepped):
             self._held, self._step = self._step, Step(sequence_length=self._step.sequence_length)
             self._look_ahead()
         else:
@@ -153,7 +163,7 @@ class Recorder:
                 self._tells_found_inf = True
                 self._step.numbers.add(("found_inf", id(optimizer)), found_inf)
                 self._note_scale(getattr(optimizer, "grad_scale", None))
-            self._measures = self._cadence.begins(id(optimizer), self._closed + 1)
+            self._measures = self.cadence.begins(id(optimizer), self._closed + 1)
             if self._measures and self.remeasure is not None:
                 self._meters = self.remeasure(optimizer if self._step.parts else None)
         if not closure:
@@ -168,7 +178,7 @@ class Recorder:
     def _begin(self, optimizer: Optimizer) -> None:
         meter = self._meters.get(id(optimizer))
         if self._measures and meter is not None:
-            meter.begin(_grad_scale(optimizer))
+            meter.begin(_grad_scale(optimizer), histograms=self.cadence.counts_histograms(id(optimizer)))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer's step has ended."""
@@ -181,7 +191,7 @@ class Recorder:
             self._step.stepped.add(id(optimizer))
             self._end_step()
             self._look_ahead()  # a compiled forward does not close the step, and looks at the flag alone
-        if self._step.parts and self._cadence.is_whole(self._step.stepped):
+        if self._step.parts and self.cadence.is_whole(self._step.stepped):
             self._ask(self._step)
 
     def _take_parameters(self, optimizer: Optimizer) -> None:
@@ -193,7 +203,7 @@ class Recorder:
             meter.reread_gradients(_grad_scale(optimizer))
         tensors, decode = meter.end() or ([], _nothing)
         self._step.parts.append(Part(id(optimizer), tensors, decode))
-        self._cadence.measured(id(optimizer))
+        self.cadence.measured(id(optimizer))
 
     def _take_activations(self) -> None:
         """Add what the forwards since the last time showed; or forget it, if they were not of a sampled step after all."""
@@ -202,7 +212,7 @@ class Recorder:
         self._step.activations_at = self._step.forwards
         with self._guard.part("activations"):
             seen, decode = self.activations.take()
-            if seen and self._cadence.is_sampled(self._closed + 1):
+            if seen and self.cadence.measures("activations", self._closed + 1):
                 self._step.parts.append(Part(None, seen, decode))
 
     def _ask(self, step: Step) -> None:
@@ -331,13 +341,14 @@ class Recorder:
 
     def _hand_over(self, step: Step) -> None:
         self._closed += 1
-        self._cadence.over(self._closed)
+        self.cadence.over(self._closed)
         step.number, step.precision, step.shown = self._closed, self._precision, self._shown
         step.settings = dict(self._settings)
         if step.parts:
             self._ask(step)
-        step.sampled = bool(step.samples) or self._cadence.is_sampled(self._closed)
+        step.sampled = bool(step.samples) or self.cadence.is_sampled(self._closed)
         step.numbers.read_out()
+        step.costs, step.marks = self._guard.spent(), self._clock.take() if self._clock is not None else ()
         self._emit(step)
 
 

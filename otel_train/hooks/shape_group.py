@@ -39,6 +39,7 @@ class ShapeGroup:
         self._reader: updates.SampledReader | None = None
         self._copies: list[torch.Tensor] = []
         self._row_norms: torch.Tensor | None = None
+        self._samples: torch.Tensor | None = None  # of the gradients, for the histogram
         self._results: dict[str, torch.Tensor] = {}
         self._deferred = False  # whether non-finite elements are counted a sample later
         # Members whose sums were not finite when last read out; where the host cannot peek, they are counted a sample later.
@@ -47,14 +48,16 @@ class ShapeGroup:
     def _weights(self) -> list[torch.Tensor]:
         return [local(member.tensor) for member in self._members]
 
-    def read_gradients(self, scale: torch.Tensor | None) -> None:
-        """Sum up the gradients and sample their magnitudes.
+    def read_gradients(self, scale: torch.Tensor | None, *, histogram: bool) -> None:
+        """Sum up the gradients.
 
         Args:
             scale: The gradients are this many times too large (a fused optimizer under a GradScaler), () or None.
+            histogram: Whether ``count_magnitudes`` follows.
         """
         grads = [local_gradient(member.tensor) for member in self._members]
-        read = gradients.read_gradients(grads, self._plan, self._sampler.draw(self._plan), histogram=self._counts_magnitudes)
+        histogram = histogram and self._counts_magnitudes
+        read = gradients.read_gradients(grads, self._plan, self._sampler.draw(self._plan), histogram=histogram)
         sums, self._row_norms = read.pairs, read.row_norms
         self._results["gradient_nonfinite"] = self._settle(grads, sums, "gradient")
         inverse = None if scale is None else scale.to(sums.dtype).reshape(()).reciprocal()
@@ -62,9 +65,12 @@ class ShapeGroup:
         if self._is_partial():
             wide = torch.stack([flat(grad) for grad in grads]).to(wide_dtype(sums.device))
             self._results["partial"] = wide if inverse is None else wide * inverse
-        if read.samples is not None:
-            samples = read.samples if inverse is None else read.samples * inverse.float()
-            self._results["magnitudes"] = gradients.magnitudes(samples)
+        self._samples = read.samples if read.samples is None or inverse is None else read.samples * inverse.float()
+
+    def count_magnitudes(self) -> None:
+        """Count the sampled magnitudes of the gradients."""
+        if self._samples is not None:
+            self._results["magnitudes"], self._samples = gradients.magnitudes(self._samples), None
 
     def _is_partial(self) -> bool:
         return is_partial(self._members[0].tensor.grad)

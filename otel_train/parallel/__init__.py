@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from otel_train import config as configuration
+from otel_train.budget import Pace
 from otel_train.config import MonitorConfig, Rank
 from otel_train.errors import AttachError
 from otel_train.guard import Guard
@@ -164,13 +165,16 @@ class Others:
         layer_map: LayerMap | None,
         config: MonitorConfig,
         *,
+        horizon: Callable[[], int],
         guard: Guard,
         deliver: Callable[[RankSample], None],
     ) -> Ranks | None:
         """Meet them, where there are any; arguments and errors as of Ranks."""
         if self.board is None or layer_map is None:
             return None
-        return Ranks(self.board, model, layer_map, config, mesh=self.mesh, groups=self.groups, guard=guard, deliver=deliver)
+        return Ranks(
+            self.board, model, layer_map, config, mesh=self.mesh, groups=self.groups, horizon=horizon, guard=guard, deliver=deliver
+        )
 
 
 class Ranks:
@@ -183,6 +187,7 @@ class Ranks:
         config: The settings.
         mesh: What was given to ``attach`` as ``mesh``.
         groups: What was given as ``groups``.
+        horizon: Returns a step that this rank will not have come to when ranks have met.
         guard: Counts failures.
         deliver: Takes reduced samples.
 
@@ -200,6 +205,7 @@ class Ranks:
         *,
         mesh: object,
         groups: object,
+        horizon: Callable[[], int],
         guard: Guard,
         deliver: Callable[[RankSample], None],
     ) -> None:
@@ -224,14 +230,20 @@ class Ranks:
             depths={site.layer: site.depth for site in layer_map.sites},
             seconds=config.rank_timeout,
             everything=config.layers_on == "all",
+            horizon=horizon,
             guard=guard,
             deliver=deliver,
         )
         self.start, self.flush, self.stop = self._exchange.start, self._exchange.flush, self._exchange.stop
 
-    def put(self, record: StepRecord, step: int) -> None:
-        """Take a sampled step; its values are delivered once the ranks have met."""
-        self._exchange.put(record, step)
+    @property
+    def meets(self) -> bool:
+        """Whether the ranks have met at attach; else each is alone."""
+        return self._membership.board is not None
+
+    def put(self, record: StepRecord, step: int, pace: Pace) -> None:
+        """Take a sampled step, and how often to sample; delivered is what comes of it once the ranks have met."""
+        self._exchange.put(record, step, pace)
 
     def clip_grad_norm_(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float

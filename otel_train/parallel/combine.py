@@ -13,8 +13,18 @@ from dataclasses import replace
 import torch
 
 from otel_train.assembly.layer import median_ratio, root, run_sums
+from otel_train.budget import Pace
 from otel_train.parallel.layout import Layout, Row, site_key
-from otel_train.records import MAGNITUDE_EXPONENTS, ActivationReading, Layer, LayerSample, ParameterReading, ParameterSums, RunSums
+from otel_train.records import (
+    MAGNITUDE_EXPONENTS,
+    ActivationReading,
+    Agreement,
+    Layer,
+    LayerSample,
+    ParameterReading,
+    ParameterSums,
+    RunSums,
+)
 
 _BINS = len(MAGNITUDE_EXPONENTS) + 1
 _PRESENT, _GRADIENT, _SQUARED, _WEIGHT, _BAD_GRADIENTS, _BAD_WEIGHTS = range(6)
@@ -25,6 +35,8 @@ _SITE = 10
 """Numbers an activation site."""
 _HEAD = 1
 """Ranks that have a sample."""
+_TAIL = 4
+"""Of what the largest counts: how often ranks wish to sample, and from which step on they can."""
 
 Labels = Mapping[str, tuple[Layer | None, Layer | None]]
 """Layer and histogram of each parameter, by its name."""
@@ -32,19 +44,22 @@ Depths = Mapping[str, int]
 """Depth of each layer that has activation sites."""
 
 
-def pack(layout: Layout, sample: LayerSample | None) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(layout: Layout, sample: LayerSample | None, wish: Agreement) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what this rank adds, and of what the largest counts.
 
     Args:
         layout: This rank's place among the others.
         sample: What it measured; None where its step was skipped.
+        wish: How often it would sample, and from which step on it can.
 
     Returns:
         (n,) and (m,) fp64 on the host.
     """
     table = layout.table
     sums = torch.zeros(_HEAD + _ROW * len(table.contributors) + _SITE * table.sites, dtype=torch.float64)
-    largest = torch.full((table.sites + 2 * table.replica_sets,), -math.inf, dtype=torch.float64)
+    largest = torch.full((table.sites + 2 * table.replica_sets + _TAIL,), -math.inf, dtype=torch.float64)
+    pace = wish.pace
+    largest[-_TAIL:] = torch.tensor([pace.every_n_steps, pace.histograms, pace.activations, wish.start], dtype=torch.float64)
     if sample is None:
         return sums, largest
     sums[0] = 1.0
@@ -60,7 +75,7 @@ def pack(layout: Layout, sample: LayerSample | None) -> tuple[torch.Tensor, torc
             sites[place[0]] += torch.tensor(_site_numbers(site), dtype=torch.float64)
             peak = torch.tensor(_finite_peak(site.absmax), dtype=torch.float64)
             largest[place[0]] = torch.maximum(largest[place[0]], peak)
-    _pack_replicas(layout, sample, largest[table.sites :].view(-1, 2))
+    _pack_replicas(layout, sample, largest[table.sites : -_TAIL].view(-1, 2))
     return sums, largest
 
 
@@ -130,7 +145,10 @@ class Combined:
         count = _ROW * len(table.contributors)
         self._rows = sums[_HEAD : _HEAD + count].view(-1, _ROW)
         self._sites = sums[_HEAD + count :].view(-1, _SITE)
-        self._peaks, self._replicas = largest[: table.sites], largest[table.sites :].view(-1, 2)
+        self._peaks, self._replicas = largest[: table.sites], largest[table.sites : -_TAIL].view(-1, 2)
+        *pace, start = map(int, largest[-_TAIL:].tolist())
+        self.agreed = Agreement(Pace(*pace), start)
+        """The most sparing of what ranks wish for, part by part, from the last step that any of them named."""
         self.complete = int(sums[0]) == table.world
         """Whether every rank had a sample: else there are no values of the whole run."""
 
@@ -208,6 +226,7 @@ class Combined:
 
 def _sums_of(row: Sequence[float]) -> ParameterSums:
     update = row[_UPDATE] if row[_MEASURED] else None
+    counted = 0 < row[_PRESENT] <= row[_COUNTED]  # on every rank that has a part of it
     return ParameterSums(
         elements=int(row[_ELEMENTS]),
         gradient=row[_GRADIENT],
@@ -218,8 +237,8 @@ def _sums_of(row: Sequence[float]) -> ParameterSums:
         update_squared=update,
         changed=row[_CHANGED] if row[_MEASURED] else None,
         update_relative_error=math.sqrt(row[_VARIANCE]) / update if update and math.isfinite(update) else 0.0,
-        magnitudes=tuple(row[_MAGNITUDES : _MAGNITUDES + _BINS]) if row[_COUNTED] else None,
-        magnitude_sum=row[_MAGNITUDES + _BINS],
+        magnitudes=tuple(row[_MAGNITUDES : _MAGNITUDES + _BINS]) if counted else None,
+        magnitude_sum=row[_MAGNITUDES + _BINS] if counted else 0.0,
     )
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from otel_train.budget import Pace
 from otel_train.guard import Guard
 from otel_train.parallel.board import Board, ranks_in_words
 from otel_train.parallel.combine import Combined, Depths, Labels, pack, whole_rows
 from otel_train.parallel.layout import Layout
-from otel_train.records import LayerSample, RankSample, StepRecord
+from otel_train.records import Agreement, LayerSample, RankSample, StepRecord
 
 _LOG = logging.getLogger("otel_train")
 
@@ -45,6 +46,9 @@ class _Waiting:
     step: int
     grad_norm: float | None
     sample: LayerSample | None
+    has_activations: bool
+    """Whether activations were measured in this step: else what the sample has of them is from an earlier one."""
+    pace: Pace
 
 
 class Exchange:
@@ -57,6 +61,7 @@ class Exchange:
         depths: Depth of each layer that has activation sites.
         seconds: How long to wait for other ranks.
         everything: Whether what this rank holds itself is delivered as well.
+        horizon: Returns a step that this rank will not have come to when the ranks have met.
         guard: Counts failures.
         deliver: Takes each sample; called from this object's thread.
     """
@@ -70,11 +75,13 @@ class Exchange:
         depths: Depths,
         seconds: float,
         everything: bool,
+        horizon: Callable[[], int],
         guard: Guard,
         deliver: Callable[[RankSample], None],
     ) -> None:
         self._board, self._layout, self._labels, self._depths = board, layout, labels, depths
         self._seconds, self._everything, self._guard, self._deliver = seconds, everything, guard, deliver
+        self._horizon = horizon
         self._items: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._busy = self._stopping = False
@@ -90,16 +97,18 @@ class Exchange:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, record: StepRecord, step: int) -> None:
+    def put(self, record: StepRecord, step: int, pace: Pace) -> None:
         """Take what this rank measured in a sampled step; returns at once.
 
         Args:
             record: The step; its sample is None where it was skipped: the other ranks must know that too.
             step: The global step.
+            pace: How often this rank would sample.
         """
         with self._changed:
             sample = record.sample.merged if record.sample is not None else None
-            self._items.append(_Waiting(record.attempt, step, record.grad_norm, sample))
+            has_activations = record.sample is not None and bool(record.sample.activations)
+            self._items.append(_Waiting(record.attempt, step, record.grad_norm, sample, has_activations, pace))
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
@@ -150,9 +159,12 @@ class Exchange:
             return
         if item.sample is not None:
             own = replace(own, optimizers=item.sample.optimizers, earlier_optimizers=item.sample.earlier_optimizers)
+            if not item.has_activations:
+                own = replace(own, activations=(), earlier_activations=own.activations)
         local = item.sample if self._everything or combined is None else None
         weights = None if item.sample is None else sum(reading.sums.weight_squared for reading in item.sample.parameters)
-        self._deliver(RankSample(item.step, item.grad_norm, own, local, weights))
+        agreed = combined.agreed if combined is not None else None
+        self._deliver(RankSample(item.step, item.grad_norm, own, local, weights, item.attempt, agreed))
 
     def _miss(self, sentence: str) -> None:
         """Count a sample that could not be reduced, and say why once a cause."""
@@ -170,7 +182,7 @@ class Exchange:
             return None
         self._missed.clear()
         self._connect(board, decision, item.attempt)
-        return self._reduce(item.sample)
+        return self._reduce(item.sample, Agreement(item.pace, self._horizon()))
 
     def _decision(self, board: Board, attempt: int) -> str:
         """Come to a step, and return what is decided about it."""
@@ -234,11 +246,10 @@ class Exchange:
         self._group = dist.ProcessGroupGloo(store, board.rank, board.world, timedelta(seconds=max(self._seconds, _CONNECTED)))
         self._group_name = name
 
-    def _reduce(self, sample: LayerSample | None) -> Combined:
-        sums, largest = pack(self._layout, sample)
+    def _reduce(self, sample: LayerSample | None, wish: Agreement) -> Combined:
+        sums, largest = pack(self._layout, sample, wish)
         self._all_reduce(sums, dist.ReduceOp.SUM)
-        if largest.numel():
-            self._all_reduce(largest, dist.ReduceOp.MAX)
+        self._all_reduce(largest, dist.ReduceOp.MAX)
         combined = Combined(self._layout, sums, largest)
         rows = combined.partial_rows()
         if rows:

@@ -5,8 +5,10 @@ A sink that users write has the two methods of `Sink`; it is called by the monit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from otel_train.errors import ConfigError
 from otel_train.snapshot import Snapshot
 
 
@@ -22,3 +24,19 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Let go of everything; called once."""
+
+
+def check_sinks(sinks: object) -> list[Sink]:
+    """Return the sinks that a user gave: several, one, or None.
+
+    Raises:
+        ConfigError: Something among them is no sink.
+    """
+    if sinks is None:
+        return []
+    found: list[Sink] = []
+    for sink in sinks if isinstance(sinks, Iterable) else [sinks]:
+        if not isinstance(sink, Sink):
+            raise ConfigError(f"sinks: expected objects with publish and close, got {type(sink).__name__}")
+        found.append(sink)
+    return found

@@ -10,6 +10,7 @@ import pytest
 
 from otel_train.assembly import Assembler, LiveState, RunFacts
 from otel_train.assembly.state import RunState
+from otel_train.budget import Pace
 from otel_train.catalog import CATALOG, activations, gradients, loss, monitor, run, throughput, updates
 from otel_train.records import (
     MAGNITUDE_EXPONENTS,
@@ -24,9 +25,10 @@ from otel_train.records import (
 )
 from otel_train.snapshot import HistogramValue, Snapshot
 
+PACE = Pace.regular(10)
 FACTS = RunFacts(
     base_labels=(("run", "r"), ("rank", "0")), model="GPT", world_size=1, torch_version="2", version="0", update_mode="sampled",
-    device="cpu", device_uuid="", local_rank=0, host="h", every_n_steps=10, planned_steps=100, warmup_steps=10, peak_flops=1e6,
+    device="cpu", device_uuid="", local_rank=0, host="h", planned_steps=100, warmup_steps=10, peak_flops=1e6,
     peak_flops_source="given", parts=("loop", "export"),
 )  # fmt: skip
 STEP = StepRecord(
@@ -47,7 +49,7 @@ def assemble(*records: StepRecord, live: LiveState | None = None, **facts: Any) 
     assembler = Assembler(replace(FACTS, **facts), lambda _: 10.0)
     for record in records:
         assembler.add(record)
-    return assembler.snapshot(live or LiveState(), 1234.0)
+    return assembler.snapshot(live or LiveState(PACE), 1234.0)
 
 
 def sampled(*readings: ParameterReading, activations: tuple[ActivationReading, ...] = ()) -> StepRecord:
@@ -76,7 +78,7 @@ def test_ranks_that_work_on_the_same_tokens_count_them_once_and_share_the_mfu() 
         assembler = Assembler(facts, lambda _: 10.0)
         assembler.add(STEP)
         assembler.add(STEP)
-        shots.append(assembler.snapshot(LiveState(), 0.0))
+        shots.append(assembler.snapshot(LiveState(PACE), 0.0))
     assert shots[0].value(throughput.MFU) == pytest.approx(1280.0 / 1e6 / 2)
     assert shots[0].value(throughput.TOKENS) == 128
     assert [shots[1].value(spec) for spec in per_replica] == [None] * 5
@@ -100,7 +102,7 @@ def test_counters_stand_at_zero_before_the_first_step() -> None:
     """The first event of a counter that was never there is invisible to increase()."""
     assembler = Assembler(FACTS, lambda _: None)
     assembler.cover(Coverage(10, 0, (MATRIX,), (("act", 2),)))
-    shot = assembler.snapshot(LiveState(), 0.0)
+    shot = assembler.snapshot(LiveState(PACE), 0.0)
     assert {s.labels for s in shot.find(loss.LAYER_NONFINITE)} == {
         ("fc", "1", "gradient"), ("fc", "1", "parameter"), ("act", "2", "activation")
     }  # fmt: skip
@@ -113,7 +115,7 @@ def test_what_does_not_exist_has_no_series() -> None:
     """Neither 0 nor NaN."""
     assembler = Assembler(replace(FACTS, planned_steps=None, warmup_steps=None, peak_flops=None), lambda _: None)
     assembler.add(replace(STEP, losses=(), tokens=0, duration=None, groups=()))
-    shot = assembler.snapshot(LiveState(), 0.0)
+    shot = assembler.snapshot(LiveState(PACE), 0.0)
     absent = (
         run.PLANNED_STEPS, run.CONFIGURED_WARMUP_STEPS, run.TOKENS_SEEN, run.SAMPLED_STEP, loss.LOSS, loss.LOSS_SMOOTHED,
         loss.LOSS_SCALE, throughput.MFU, throughput.PEAK_FLOPS, throughput.TOKENS_PER_SECOND, throughput.MODEL_FLOPS,
@@ -245,7 +247,7 @@ def test_restored_steps_move_gauges_and_not_counters() -> None:
     assembler = Assembler(FACTS, lambda _: None)
     assembler.restore(RunState(500, 10_000))
     assembler.add(STEP)
-    shot = assembler.snapshot(LiveState(resumes=1), 0.0)
+    shot = assembler.snapshot(LiveState(PACE, resumes=1), 0.0)
     assert [shot.value(s) for s in (run.STEP, run.STEPS, run.TOKENS_SEEN, throughput.TOKENS, run.RESUMES)] == [
         501,
         1,
@@ -265,7 +267,25 @@ def test_accelerator_memory_is_shown_where_there_is_some() -> None:
         "allocated_bytes.all.peak": 15,
         "num_alloc_retries": 2,
     }
-    shot = assemble(STEP, live=LiveState(memory=memory_values(stats)))
+    shot = assemble(STEP, live=LiveState(PACE, memory=memory_values(stats)))
     specs = (throughput.MEMORY_ALLOCATED, throughput.MEMORY_RESERVED, throughput.MEMORY_PEAK, throughput.ALLOCATOR_RETRIES)
     assert [shot.value(spec) for spec in specs] == [10, 20, 15, 2]
     assert memory_values({}) == {}
+
+
+def test_the_pace_in_force_is_shown_and_the_overhead_once_it_is_known() -> None:
+    """Of the parts that are measured."""
+    live = LiveState(Pace(20, 80, 40), overhead=0.004)
+    shot = assemble(STEP, live=live, measured=("gradients", "histograms", "activations"))
+    assert shot.value(monitor.EVERY_N_STEPS) == 20
+    parts = {sample.labels: sample.value for sample in shot.find(monitor.PART_EVERY_N_STEPS)}
+    assert parts == {("gradients",): 20, ("histograms",): 80, ("activations",): 40}
+    assert shot.value(monitor.OVERHEAD) == 0.004
+    assert assemble(STEP).find(monitor.OVERHEAD) == []
+
+
+def test_rates_are_averaged_from_one_sample_to_the_next() -> None:
+    """A slow step is in the rate for as many steps as the pace says."""
+    steps = [replace(STEP, duration=9.5), *[STEP] * 19]
+    tokens = {pace: assemble(*steps, live=LiveState(Pace.regular(pace))).value(throughput.TOKENS_PER_SECOND) for pace in (10, 20)}
+    assert tokens == {10: pytest.approx(64 / 0.5), 20: pytest.approx(20 * 64 / 19)}

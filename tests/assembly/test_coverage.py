@@ -75,7 +75,7 @@ class Watch(CoverageWatch):
         self.looked_at: defaultdict[str, set[str]] = defaultdict(set)
         for p in parts:
             self.looked_at[p.optimizer] |= p.looked_at
-        self.known, self.number = Shown(100), 0
+        self.known, self.number = Shown(lambda _: 100), 0
         self.cover(covered(*parts))
 
     def take(self, sample: Part | LayerSample) -> None:
@@ -143,7 +143,7 @@ def test_several_optimizers_in_one_step_add_up() -> None:
     watch = Watch(part("A", seen="ab"), part("B", seen="c", without="d"))
     sums = ParameterSums(4, 0.0, 1.0, 1.0, 0, 0)
     readings = {name: ParameterReading(layer(name), None, sums, f"{name}.weight") for name in "abc"}
-    watch.add(Shown(100).add(1, {hash("A"): [readings["a"], readings["b"]], hash("B"): [readings["c"]]}))
+    watch.add(Shown(lambda _: 100).add(1, {hash("A"): [readings["a"], readings["b"]], hash("B"): [readings["c"]]}))
     assert gauges(watch) == {monitor.MONITORED_PARAMETERS: 12, monitor.LAYERS_WITHOUT_GRADIENT: 1}
 
 

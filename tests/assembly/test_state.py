@@ -21,7 +21,7 @@ from otel_train.records import GroupSettings, StepRecord
 from otel_train.snapshot import Snapshot
 from otel_train.testing import capture
 from tests import problems
-from tests.assembly.test_assembly import FACTS, STEP
+from tests.assembly.test_assembly import FACTS, PACE, STEP
 from tests.problems import Mlp
 
 SPIKES = (loss.LOSS_SPIKES, gradients.GRAD_NORM_SPIKES)
@@ -38,7 +38,7 @@ def take(assembler: Assembler, records: list[StepRecord]) -> list[tuple[Any, ...
     before = dict.fromkeys(SPIKES, 0.0)
     for record in records:
         assembler.add(record)
-        shot = assembler.snapshot(LiveState(), 0.0)
+        shot = assembler.snapshot(LiveState(PACE), 0.0)
         counts = {spec: sum(s.value for s in shot.find(spec) if isinstance(s.value, (int, float))) for spec in SPIKES}
         spikes = tuple(counts[spec] - before[spec] for spec in SPIKES)
         shown.append((shot.value(loss.LOSS_SMOOTHED), shot.value(run.LEARNING_RATE_SCHEDULE_RATIO), *spikes))

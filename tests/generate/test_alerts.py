@@ -69,9 +69,12 @@ def layers(ratio: str, count: int = 4, **labels: str) -> list[Series]:
     return [layer(f"h{index}", ratio, **labels) for index in range(count)]
 
 
-def covered(monitored: str, trainable: str = "1000x{n}", *, silent: str = "0x{n}", **labels: str) -> list[Series]:
-    """Return what the monitor sees of the model: elements with a gradient, of all; modules without an activation."""
+def covered(
+    monitored: str, trainable: str = "1000x{n}", *, silent: str = "0x{n}", activations: str = "10x{n}", **labels: str
+) -> list[Series]:
+    """Return what the monitor sees of the model: elements with a gradient, of all; modules without an activation, and how often."""
     return [
+        series("otel_train_part_every_n_steps", activations, part="activations", **labels),
         series("otel_train_monitored_parameters", monitored, **labels),
         series("otel_train_trainable_parameters", trainable, **labels),
         series("otel_train_silent_activation_modules", silent, **labels),
@@ -139,6 +142,9 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "a layer that stalls later": ([*USUAL, layer("fc", "1e-3x30 0x{n}", group="none")], 50, {STALLED: 1}),
     "a layer at one sample in 6 minutes, once 50 steps have passed": (
         [*training(sampled="0x5 10x5 20x5 30x5 40x5 50x5 60x5 70x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], 45, {STALLED: 1},
+    ),
+    "a layer that stalls while samples come less often by and by": (
+        [*training(sampled="0+10x4 200+160x{n}", every="10x4 160x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], 20, {STALLED: 1},
     ),
     "two ranks that export the same layer, once": (
         [*FORGOTTEN, *training(rank="1", instance="b:1"), layer("fc", "0x{n}", group="none", rank="1", instance="b:1")], 20, {STALLED: 1},
@@ -209,6 +215,9 @@ FIRES: dict[str, tuple[list[Series], float, dict[str, int]]] = {
     "a block without a gradient": ([*training(), *covered("970x{n}")], 20, {COVERAGE: 1}),
     "no gradient anywhere": ([*training(), *covered("0x{n}")], 20, {COVERAGE: 1}),
     "a module whose hook never fired": ([*training(), *covered("1000x{n}", silent="1x{n}")], 20, {COVERAGE: 1}),
+    "a module whose hook never fired, at one sample of activations in 200 steps": (
+        [*training(), *covered("1000x{n}", silent="1x{n}", activations="200x{n}")], 70, {COVERAGE: 1},
+    ),
     "both at once, each for itself": ([*training(), *covered("0x{n}", silent="3x{n}")], 20, {COVERAGE: 2}),
     "a part that loses its gradient later": ([*training(), *covered("1000x30 900x{n}")], 50, {COVERAGE: 1}),
     "a part without a gradient at one sample in a thousand steps, once there were three more": (
@@ -241,6 +250,12 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     ),
     "a stalled layer at one sample in a thousand steps, before three of them": (
         [*training(sampled="1000x10 2000x10 3000x10 4000x{n}", every="1000x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "0x{n}")], (20, 30),
+    ),
+    "one bad sample that is shown for long, since samples have become rare": (
+        [*training(sampled="0x20 1280x20 2560x20 3840x{n}", every="10x2 1280x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "1e-3x20 0x20 1e-3x{n}")], (25, 35, 41, 60),
+    ),
+    "the last bad sample of before they became frequent again": (
+        [*training(sampled="0x20 1280x20 1290+10x{n}", every="1280x41 10x{n}"), schedule(), *layers("1e-3x{n}"), layer("fc", "1e-3x20 0x20 1e-3x{n}")], (35, 42, 44, 60),
     ),
     "a run that has ended, and still serves its last values": (
         [*training(active="1x9 0x{n}", sampled="0+10x30 300x{n}"), schedule(), *layers("3e-5x{n}"), layer("fc", "0x{n}")], (20, 60, 119),
@@ -294,9 +309,12 @@ SILENT: dict[str, tuple[list[Series], Sequence[float]]] = {
     "samples without some expert, between samples with all": ([*training(), *covered("1000x10 900x3 1000x3 900x3 1000x3 900x3 1000x{n}")], (14, 17, 20, 23, 26, 30)),
     "the start, before the first sample": ([*training()[:1], series("otel_train_trainable_parameters", "1000x{n}")], (5, 59)),
     "the first 50 steps without a part": ([*training(), *covered("900x{n}", silent="3x{n}")], (5, 9)),
+    "modules that fire only now and then, where activations are measured in every 32nd sample": (
+        [*training(), *covered("1000x{n}", silent="2x32 1x32 0x{n}", activations="320x{n}")], (20, 40, 60, 70),
+    ),
     "modules that fire a little later": ([*training(), *covered("1000x{n}", silent="64 20 5 1 0x{n}")], (2, 4, 10, 20)),
     "a part without a gradient at one sample in a thousand steps, before three more": (
-        [*training(sampled="1000x10 2000x10 3000x10 4000x{n}", every="1000x{n}"), *covered("900x{n}", silent="1x{n}")], (20, 30),
+        [*training(sampled="1000x10 2000x10 3000x10 4000x{n}", every="1000x{n}"), *covered("900x{n}", silent="1x{n}", activations="1000x{n}")], (20, 30),
     ),
     "a blind spot of a run that has ended, and still serves its last values": (
         [*training(active="1x9 0x{n}", sampled="0+10x30 300x{n}"), *covered("0x{n}", silent="2x{n}")], (20, 60, 119),
@@ -441,6 +459,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "any gap in the coverage": ("ratio < 0.99", "ratio < 1", "a bias without a gradient"),
     "gaps without steps to hold for": (", 50)", ", 0) * 0", "the first 50 steps without a part"),
     "gaps without samples to hold for": ("clamp_min(3 *", "clamp_min(0 *", "a part without a gradient at one sample in a thousand steps, before three more"),
+    "gaps of modules without samples of activations to hold for": ('{part="activations"}', '{part="activations"} * 0', "modules that fire only now and then, where activations are measured in every 32nd sample"),
     "modules that have fired": ("run:otel_train_silent_activation_modules:sum > 0", "run:otel_train_silent_activation_modules:sum >= 0", "a training with which nothing is wrong"),
     "any source of NaN": ('{source="loss"}', "", "gradients that overflow under a scaler"),
     "old NaN losses": ('otel_train_nonfinite_total{source="loss"}[2h] offset 5m', 'otel_train_nonfinite_total{source="loss"}[1m] offset 5m', "a NaN loss of before a gap in which Prometheus was away"),

@@ -110,7 +110,9 @@ def train(updates: Literal["sampled", "exact"]) -> tuple[Guard, list[Step | Pend
         model = Everything()
         optimizer = Descent(model.parameters())
         config = MonitorConfig(every_n_steps=1, updates=updates)
-        attachment = Attachment(model, {"Descent": optimizer}, config, guard=guard, emit=emitted.append, cover=lambda _: None)
+        attachment = Attachment(
+            model, {"Descent": optimizer}, config, guard=guard, clock=None, emit=emitted.append, cover=lambda _: None
+        )
         with NoWaitingCopies():  # type: ignore[no-untyped-call]  # torch's
             for _ in range(3):
                 train_step(model, optimizer, attachment.recorder, guard)

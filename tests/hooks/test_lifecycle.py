@@ -79,7 +79,7 @@ def test_close_removes_every_hook_thread_and_socket_and_twice_is_harmless(thread
     model = Mlp(hidden=16)
     optimizer = sgd(model)
     assert threads() == []
-    monitor = otel_train.attach(model, optimizer, port=0, every_n_steps=1)
+    monitor = otel_train.attach(model, optimizer, port=0, every_n_steps=1, max_overhead=None)
     assert hooks_of(model) == 2 + 2 * 2
     assert threads() == ["otel-train", "otel-train-endpoint"]
     assert monitor.port is not None
@@ -151,7 +151,7 @@ def test_attaching_again_replaces_the_monitor(threads: Threads) -> None:
 CELL = """
 model = problems.Mlp(hidden=16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-monitor = otel_train.attach(model, optimizer, port=port, every_n_steps=1)
+monitor = otel_train.attach(model, optimizer, port=port, every_n_steps=1, max_overhead=None)
 for step in range(3):
     optimizer.zero_grad()
     problems.vector_loss(model, step).backward()
@@ -194,7 +194,7 @@ def test_the_model_and_its_parameters_are_freed_when_the_user_drops_them(
     assert model is not None
     optimizer: torch.optim.Optimizer | None = sgd(model)
     assert optimizer is not None
-    monitor: Monitor | None = otel_train.attach(model, optimizer, port=None, every_n_steps=1)
+    monitor: Monitor | None = otel_train.attach(model, optimizer, port=None, every_n_steps=1, max_overhead=None)
     train(model, optimizer, steps)
     gone = weakref.ref(model), weakref.ref(model.first.weight), weakref.ref(model.act), weakref.ref(optimizer)
     model = optimizer = None

@@ -55,7 +55,9 @@ def test_a_loss_that_turns_non_finite_is_counted_everywhere_and_stops_nothing(fa
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sink, expected_gradient, expected_weight = MemorySink(), 0, 0
     by_layer: dict[str, int] = {}
-    with otel_train.attach(model, optimizer, sinks=[sink], port=0, every_n_steps=1, updates=mode, kinds=KINDS) as monitor:
+    with otel_train.attach(
+        model, optimizer, sinks=[sink], port=0, every_n_steps=1, max_overhead=None, updates=mode, kinds=KINDS
+    ) as monitor:
         for step in range(6):
             optimizer.zero_grad()
             loss = problems.vector_loss(model, step) * (factor if step >= 3 else 1.0)

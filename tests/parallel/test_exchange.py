@@ -8,23 +8,37 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from otel_train.budget import Pace
 from otel_train.config import Rank
 from otel_train.guard import Guard
 from otel_train.parallel import Membership, join, share_error, share_run
 from otel_train.parallel.board import Board
 from otel_train.parallel.exchange import Exchange
 from otel_train.parallel.layout import layouts
-from otel_train.records import ActivationReading, Layer, LayerSample, ParameterReading, ParameterSums, RankSample, StepRecord
+from otel_train.records import (
+    MAGNITUDE_EXPONENTS,
+    ActivationReading,
+    Agreement,
+    Layer,
+    LayerSample,
+    ParameterReading,
+    ParameterSums,
+    RankSample,
+    StepRecord,
+)
 from tests.parallel.test_layout import manifest, place, shard
 
 STEP = StepRecord(
     finished_at=0.0, duration=None, forward=0.0, data_wait=0.0, micro_batches=1, tokens=0, samples=0, sequence_length=None,
     skipped=False, losses=(), grad_norm=None, clipped=False, loss_scale=None, groups=(), precision="float32", sample=None, sampled=True,
 )  # fmt: skip
+PACE = Pace.regular(10)
+BINS = len(MAGNITUDE_EXPONENTS) + 1
 SUMS = ParameterSums(16, 1.0, 4.0, 9.0, 0, 0, update_squared=0.09, changed=8.0)
 LAYERS = {name: Layer(name, depth, "matrix", "0") for depth, name in enumerate(("w", "v"))}
 
@@ -43,8 +57,8 @@ class Member:
     guard: Guard
     taken: list[RankSample] = field(default_factory=list)
 
-    def put(self, attempt: int, sample: LayerSample | None) -> None:
-        self.exchange.put(replace(STEP, attempt=attempt, sample=sample), attempt)
+    def put(self, attempt: int, sample: LayerSample | None, pace: Pace = PACE) -> None:
+        self.exchange.put(replace(STEP, attempt=attempt, sample=sample), attempt, pace)
 
 
 @contextmanager
@@ -57,7 +71,7 @@ def ranks(*manifests: object, seconds: float = 10.0, everything: bool = False) -
         guard, taken = Guard(), []  # type: ignore[var-annotated]
         exchange = Exchange(
             Board(store, Rank(rank, rank, len(planned)), "test"), layout, labels={name: (layer, None) for name, layer in LAYERS.items()},
-            depths={"act": 1}, seconds=seconds, everything=everything, guard=guard, deliver=taken.append,
+            depths={"act": 1}, seconds=seconds, everything=everything, horizon=partial(int, 30 + rank), guard=guard, deliver=taken.append,
         )  # fmt: skip
         exchange.start()
         members.append(Member(exchange, guard, taken))
@@ -109,6 +123,37 @@ def test_shards_add_up_to_what_the_owner_exports() -> None:
         assert (one.taken[0].local, one.guard.errors["ranks"]) == (None, 0)
 
 
+def test_histograms_that_not_all_ranks_counted_have_no_values() -> None:
+    """A rank that learned too late of what was agreed on: half the counts would look like half the elements."""
+    counted = replace(SUMS, magnitudes=(1.0,) * BINS, magnitude_sum=2.0)
+    with ranks(*[manifest(r, shard("w", r, 2), groups=((0, 1),)) for r in range(2)]) as (one, two):
+        for step, other in ((10, counted), (20, SUMS)):
+            one.put(step, readings("w", sums=counted))
+            two.put(step, readings("w", sums=other))
+        settle(one, two)
+        both, half = (taken.own.parameters[0].sums for taken in one.taken)
+        assert (both.magnitudes, both.magnitude_sum) == ((2.0,) * BINS, 4.0)
+        assert (half.magnitudes, half.magnitude_sum) == (None, 0.0)
+
+
+def test_activations_of_an_earlier_step_are_shown_and_are_no_new_sample() -> None:
+    """Where they are measured less often; also where the other rank does not come."""
+    new = readings("w")
+    old = replace(new, activations=(), earlier_activations=new.activations)
+    with ranks(*[manifest(r, shard("w", r, 2), groups=((0, 1),)) for r in range(2)], seconds=0.5) as (one, two):
+        for step, sample in ((10, new), (20, old)):
+            one.put(step, sample)
+            two.put(step, sample)
+        settle(one, two)
+        one.put(30, old)
+        settle(one)
+        counts = [
+            ([site.count for site in taken.own.activations], [site.count for site in taken.own.earlier_activations])
+            for taken in one.taken
+        ]
+        assert counts == [([8.0], []), ([], [8.0]), ([], [4.0])]
+
+
 def test_replicas_count_once_and_their_divergence_is_seen() -> None:
     """Two ranks with the same parameter, whose norms differ by one in a thousand."""
     with ranks(*[manifest(r, place("w", mates=0, by="group"), groups=((0, 1),)) for r in range(2)]) as (one, two):
@@ -120,6 +165,26 @@ def test_replicas_count_once_and_their_divergence_is_seen() -> None:
         runs = [taken.own.run for taken in one.taken]
         assert [run and run.weight_squared for run in runs] == [9.0, 9.0]
         assert [run and run.replica_divergence for run in runs] == [0.0, pytest.approx(0.001, rel=0.01)]
+
+
+def test_ranks_agree_on_the_most_sparing_pace_and_on_the_last_step_that_one_needs() -> None:
+    """Part by part; also at a step that one of them skipped."""
+    with ranks(*[manifest(r, place("w", mates=0, by="group"), groups=((0, 1),)) for r in range(2)]) as (one, two):
+        one.put(10, readings("w"), Pace(10, 80, 10))
+        two.put(10, readings("w"), Pace(20, 20, 40))
+        one.put(20, readings("w"), Pace(20, 80, 40))
+        two.put(20, None, Pace(20, 40, 20))
+        settle(one, two)
+        for member in (one, two):
+            assert [taken.agreed for taken in member.taken] == [Agreement(Pace(20, 80, 40), 31)] * 2
+
+
+def test_ranks_that_do_not_meet_agree_on_nothing() -> None:
+    """One does not come."""
+    with ranks(*[manifest(r, place("w", mates=0, by="group"), groups=((0, 1),)) for r in range(2)], seconds=0.3) as (one, _):
+        one.put(10, readings("w"), Pace(20, 20, 20))
+        settle(one)
+        assert one.taken[0].agreed is None
 
 
 def test_a_rank_that_skipped_leaves_the_others_what_is_whole() -> None:

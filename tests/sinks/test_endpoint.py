@@ -118,7 +118,7 @@ def _monitored(**settings: Any) -> Iterator[tuple[Monitor, Callable[[], None]]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    with otel_train.attach(model, optimizer, **{"run": "endpoint", "port": 0, **settings}) as monitor:
+    with otel_train.attach(model, optimizer, **{"run": "endpoint", "port": 0, "max_overhead": None, **settings}) as monitor:
         yield monitor, step
 
 
