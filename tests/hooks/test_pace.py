@@ -140,7 +140,7 @@ def test_a_hook_that_is_fast_again_is_measured_as_asked_for_again(
 ) -> None:
     """Step by step, and each is said."""
     loop = Loop(0.01)
-    hook = Slow(monkeypatch, ShapeGroup, "read_histograms", 0.02)
+    hook = Slow(monkeypatch, ShapeGroup, "count_magnitudes", 0.02)
     with (
         caplog.at_level(logging.INFO, "otel_train"),
         capture(loop.model, loop.optimizer, every_n_steps=2, max_overhead=0.5) as (watch, sink),
