@@ -48,7 +48,7 @@ class Training:
 
         def slow(*args: Any) -> None:
             if self.is_slow:
-                time.sleep(SECONDS)
+                time.sleep(3 * SECONDS)  # far more than a fifth of five steps
             work(*args)
 
         def noted(meter: ParameterMeter, scale: torch.Tensor | None, *, histograms: bool) -> None:
