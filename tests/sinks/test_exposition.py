@@ -147,6 +147,19 @@ def test_series_that_are_gone_leave_nothing_behind() -> None:
     assert held[-1] < 1.2 * held[9]
 
 
+def test_a_metric_that_is_gone_leaves_nothing_behind() -> None:
+    """Its lines are let go of with its last series."""
+    renderer = Renderer()
+    tracemalloc.start()
+    try:
+        _render(renderer, many_series(5_000), Format.TEXT)
+        full = tracemalloc.get_traced_memory()[0]
+        _render(renderer, Snapshot((("run", "a-run-name"), ("rank", "0")), 0.0, ()), Format.TEXT)
+        assert tracemalloc.get_traced_memory()[0] < full / 5
+    finally:
+        tracemalloc.stop()
+
+
 # --- what it costs
 
 

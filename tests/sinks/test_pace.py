@@ -41,7 +41,7 @@ def test_who_keeps_to_the_rate_never_waits() -> None:
 def test_all_threads_together_keep_to_the_rate() -> None:
     """Each waits for a turn of its own."""
     pace = Pace(100, 1)
-    threads = [threading.Thread(target=pace.wait) for _ in range(31)]
+    threads = [threading.Thread(target=pace.wait, daemon=True) for _ in range(31)]
     began = time.monotonic()
     for thread in threads:
         thread.start()
@@ -63,7 +63,7 @@ def test_a_long_rest_gives_no_more_than_a_burst() -> None:
 def test_the_end_wakes_everybody() -> None:
     """The endpoint closes at once, whoever waits."""
     pace = Pace(1 / 60, 1)
-    threads = [threading.Thread(target=pace.wait) for _ in range(4)]
+    threads = [threading.Thread(target=pace.wait, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     pace.end()
