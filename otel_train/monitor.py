@@ -233,7 +233,8 @@ class Monitor:
     def _publish(self) -> None:
         with self._guard.part("export"):
             live = self._live
-            seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds, "endpoint": self._prometheus.seconds}
+            served = self._endpoint.cpu_seconds if self._endpoint is not None else 0.0
+            seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds, "endpoint": served}
             lost = self._worker.dropped  # steps that this thread was too slow for
             errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
             live.monitor_seconds, live.monitor_errors = seconds, errors

@@ -7,7 +7,8 @@ MONITOR_SECONDS = counter(
     "Time that the monitor took.",
     unit="s",
     labels=("part",),
-    note="Host clock in the training thread by part; `export` and `ranks` are processor times of the monitor's own threads.",
+    note="Host clock in the training thread by part; `export`, `ranks` and `endpoint` are processor times of the monitor's own "
+    "threads, `endpoint` with all that answering scrapes takes.",
 )
 MONITOR_ERRORS = counter(
     "otel_train.monitor.errors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import socket
@@ -20,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-from otel_train.sinks.page import render_page
+from otel_train.sinks.pace import Pace
 from otel_train.sinks.prometheus import PrometheusSink
 
 _LOG = logging.getLogger("otel_train")
@@ -33,6 +34,12 @@ _GONE = 5
 """A scraper that is silent for so many of its intervals has gone away; a busy machine delays one by a few."""
 _CONNECTIONS = 32
 """Connections at a time; more are closed at once, so that a flood takes no threads from the training."""
+_REQUESTS_PER_SECOND, _CONNECTIONS_PER_SECOND, _BURST = 10.0, 100.0, 64
+"""Hasty requests that are answered, and connections that are accepted or refused, a second once a burst is used up; the others wait
+for their turn, 3 s at most with so many connections. With 5,000 series an answer takes 1 ms of a core."""
+_HASTY_SECONDS = 0.5
+"""A request is hasty if it is its connection's first, or has come so soon after the last answer. A Prometheus keeps its connection
+and asks once a second at most: no storm of others delays it."""
 
 
 class Endpoint:
@@ -57,6 +64,11 @@ class Endpoint:
         self.host = host
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="otel-train-endpoint", daemon=True)
         self._thread.start()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time that its threads took."""
+        return self._server.cpu_seconds
 
     @property
     def url(self) -> str:
@@ -137,6 +149,10 @@ class _Server(ThreadingHTTPServer):
         self._deadlines: dict[socket.socket, float] = {}
         """Of each open connection: when the request under way must have come and been answered."""
         self._lock = threading.Lock()
+        self.hasty = Pace(_REQUESTS_PER_SECOND, _BURST)
+        self._connecting = Pace(_CONNECTIONS_PER_SECOND, _BURST)
+        self.cpu_seconds = 0.0
+        self._thread = threading.local()
         super().__init__(address[1], _Handler)
 
     def prepare(
@@ -153,6 +169,7 @@ class _Server(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         del client_address
+        self._connecting.wait()
         with self._lock:
             if len(self._deadlines) >= _CONNECTIONS:
                 return False
@@ -173,6 +190,7 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Drop the connections that are over their time: a client that drips bytes must not keep others out."""
+        self.count_cpu_seconds()
         now = time.monotonic()
         with self._lock:
             late = [connection for connection, deadline in self._deadlines.items() if deadline < now]
@@ -183,6 +201,15 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             self._deadlines.pop(request, None)
         super().shutdown_request(request)
+        self.count_cpu_seconds()
+
+    def count_cpu_seconds(self) -> None:
+        """Count what the calling thread took since it last came here."""
+        with contextlib.suppress(OSError):  # no thread clock on some platforms
+            now = time.thread_time()
+            with self._lock:
+                self.cpu_seconds += now - getattr(self._thread, "counted", 0.0)
+            self._thread.counted = now
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         del request, client_address
@@ -191,6 +218,8 @@ class _Server(ThreadingHTTPServer):
             self.failed(error)
 
     def stop(self) -> None:
+        self._connecting.end()
+        self.hasty.end()
         self.shutdown()
         self.server_close()
         with self._lock:
@@ -218,8 +247,11 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = _CLIENT_SECONDS
     wbufsize = 1 << 16  # head and body in one packet
+    _answered = math.inf  # on the monotonic clock; the first request is hasty
 
     def do_GET(self) -> None:
+        if time.monotonic() - self._answered < _HASTY_SECONDS:
+            self.server.hasty.wait()
         if self.headers.get("Content-Length") or self.headers.get("Transfer-Encoding"):
             self.close_connection = True  # its body is not read, and must not be taken for the next request
         try:
@@ -227,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
             if path == "/metrics":
                 self._metrics()
             elif path == "/":
-                self._reply(render_page(self.server.sink.snapshot).encode("utf-8", "replace"), "text/html; charset=utf-8")
+                self._reply(self.server.sink.page(), "text/html; charset=utf-8")
             elif path == "/-/healthy":
                 self._reply(b"otel-train is healthy.\n")
             else:
@@ -239,7 +271,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(
                 b"The exposition could not be rendered; the training's log says why.\n", status=HTTPStatus.INTERNAL_SERVER_ERROR
             )
+        self._answered = time.monotonic()
         self.server.extend(self.connection)
+        self.server.count_cpu_seconds()
 
     do_HEAD = do_GET  # noqa: N815  # http.server looks for this name
 

@@ -18,17 +18,18 @@ from typing import Any
 import prometheus_client
 import pytest
 import torch
-from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from torch import nn
 
 import otel_train
 from otel_train.catalog import run
+from otel_train.catalog.monitor import MONITOR_SECONDS
 from otel_train.monitor import Monitor
 from otel_train.sinks import endpoint
 from otel_train.sinks.endpoint import Endpoint
-from otel_train.sinks.prometheus import PrometheusSink, SnapshotCollector
+from otel_train.sinks.exposition import Piece, Renderer
+from otel_train.sinks.prometheus import PrometheusSink
 from otel_train.snapshot import Sample, Snapshot
 from tests.servers import free_port, wait_until
 from tests.sinks.test_prometheus import awkward_snapshot
@@ -419,15 +420,15 @@ def test_the_registry_can_be_mounted_in_an_application_of_the_users_own() -> Non
 
 def test_four_scrapers_at_once_cost_one_rendering(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rendered on demand, once a Snapshot."""
-    rendered: list[Snapshot | None] = []
-    collect = SnapshotCollector.collect
+    rendered: list[Snapshot] = []
+    pieces = Renderer.pieces
 
-    def noted(collector: SnapshotCollector) -> Iterator[Metric]:
-        rendered.append(collector.snapshot)
+    def noted(renderer: Renderer, snapshot: Snapshot) -> Iterator[Piece]:
+        rendered.append(snapshot)
         time.sleep(0.05)  # long enough for all to meet
-        return collect(collector)
+        return pieces(renderer, snapshot)
 
-    monkeypatch.setattr(SnapshotCollector, "collect", noted)
+    monkeypatch.setattr(Renderer, "pieces", noted)
     bodies: list[bytes] = []
     for snapshots in (1, 2):
         served.sink.publish(awkward_snapshot())
@@ -666,6 +667,151 @@ def test_many_scrapes_over_one_connection_are_answered(served: Served) -> None:
         assert len(served.endpoint._server._deadlines) == 1
     finally:
         connection.close()
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """Serve a Snapshot at 20 requests a second after a burst of 5."""
+    monkeypatch.setattr(endpoint, "_REQUESTS_PER_SECOND", 20.0)
+    monkeypatch.setattr(endpoint, "_BURST", 5)
+    server = Served()
+    yield server
+    server.endpoint.close()
+
+
+def _ask_over_one_connection(port: int, paths: list[str]) -> list[float]:
+    """Return how long each answer took."""
+    took = []
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        for path in paths:
+            began = time.monotonic()
+            connection.request("GET", path)
+            connection.getresponse().read()
+            took.append(time.monotonic() - began)
+    return took
+
+
+def test_new_connections_are_answered_at_the_pace(strict: Served) -> None:
+    """Fifteen beyond the burst, at twenty a second."""
+    began = time.monotonic()
+    for _ in range(20):
+        assert strict.ask("/-/healthy")[0].status == 200
+    assert 0.7 < time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/", "/nothing"])
+def test_a_hasty_client_is_answered_at_the_pace(strict: Served, path: str) -> None:
+    """Over a connection that it keeps; what it asks for makes no difference."""
+    took = _ask_over_one_connection(strict.port, [path] * 21)
+    assert 0.7 < sum(took) < 5
+
+
+def test_pipelined_requests_are_answered_at_the_pace(strict: Served) -> None:
+    """A client that does not wait for answers is as hasty as can be."""
+    began = time.monotonic()
+    answer = strict.raw(b"GET /-/healthy HTTP/1.1\r\nHost: x\r\n\r\n" * 21)
+    assert 0.7 < time.monotonic() - began < 5
+    assert answer.count(b"HTTP/1.1 200 ") == 21
+
+
+def test_a_scraper_that_keeps_its_connection_is_not_delayed_by_a_storm(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of eight hasty clients waits for half a second; the scraper, which asks after a while only, does not wait behind them."""
+    monkeypatch.setattr(endpoint, "_HASTY_SECONDS", 0.3)
+    done = threading.Event()
+
+    def hurry() -> None:
+        while not done.is_set():
+            _ask_over_one_connection(strict.port, ["/metrics"] * 10)
+
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", strict.port, timeout=10)) as scraper:
+        scraper.request("GET", "/metrics")
+        scraper.getresponse().read()
+        storm = [threading.Thread(target=hurry) for _ in range(8)]
+        for thread in storm:
+            thread.start()
+        took = []
+        for _ in range(5):
+            time.sleep(0.5)
+            began = time.monotonic()
+            scraper.request("GET", "/metrics")
+            scraper.getresponse().read()
+            took.append(time.monotonic() - began)
+        done.set()
+    strict.endpoint._server.hasty.end()
+    for thread in storm:
+        thread.join(20)
+    assert sorted(took)[2] < 0.1
+
+
+def test_close_does_not_wait_for_those_who_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads end with the endpoint."""
+    monkeypatch.setattr(endpoint, "_REQUESTS_PER_SECOND", 1 / 60)
+    monkeypatch.setattr(endpoint, "_BURST", 2)
+    server = Served()
+    before = set(threading.enumerate())
+    with server.connect() as hasty:
+        hasty.sendall(b"GET /-/healthy HTTP/1.1\r\nHost: x\r\n\r\n" * 5)
+        wait_until(lambda: server.endpoint._server.hasty._next > time.monotonic() + 120, 5, "a request waits")
+        began = time.monotonic()
+        server.endpoint.close()
+        assert time.monotonic() - began < 3
+        wait_until(lambda: not set(threading.enumerate()) - before, 5, "the threads end")
+
+
+def test_a_thousand_connections_at_once_do_not_keep_a_scrape_out_for_long(impatient: Served) -> None:
+    """They come all together and stay; the next scraper is answered once those that got in are dropped."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            flood = stack.enter_context(socket.socket())
+            flood.setblocking(False)
+            flood.connect_ex(("127.0.0.1", impatient.port))
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if impatient.ask()[0].status == 200:
+                    break
+            assert time.monotonic() - began < 20, "no scrape came through"
+            time.sleep(0.05)
+    assert impatient.failures == []
+
+
+def _burned(seconds: float) -> bytes:
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+    return b""
+
+
+def test_all_processor_time_of_the_endpoint_is_counted_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Request by request on a connection that stays, and nothing of it again when the connection ends."""
+    monkeypatch.setattr(served.sink, "page", lambda: _burned(0.1))
+    began, before = time.process_time(), served.endpoint.cpu_seconds
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)) as connection:
+        for number in range(1, 4):
+            connection.request("GET", "/")
+            connection.getresponse().read()
+            wait_until(lambda number=number: served.endpoint.cpu_seconds - before > 0.1 * number, 5, "it is counted")  # type: ignore[misc]
+    wait_until(lambda: not served.endpoint._server._deadlines, 5, "the connection ends")
+    time.sleep(0.2)
+    assert served.endpoint.cpu_seconds - before <= time.process_time() - began
+
+
+def test_the_endpoints_processor_time_is_exported() -> None:
+    """As the part `endpoint` of the monitor's own cost."""
+    with _monitored() as (monitor, step):
+        step()
+        for _ in range(20):
+            with urllib.request.urlopen(f"{monitor.url}metrics", timeout=5) as reply:
+                reply.read()
+        assert monitor._endpoint is not None
+        wait_until(lambda: not monitor._endpoint._server._deadlines, 5, "all is counted")  # type: ignore[union-attr]
+        counted = monitor._endpoint.cpu_seconds
+        step()
+        monitor.flush()
+        assert monitor.snapshot is not None
+        seconds = monitor.snapshot.value(MONITOR_SECONDS, part="endpoint")
+        assert seconds is not None
+        assert 0 < counted <= seconds < counted + 0.5
 
 
 def test_a_storm_of_scrapes_does_not_disturb_the_training(

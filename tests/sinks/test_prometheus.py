@@ -23,7 +23,8 @@ from torch import nn
 
 from otel_train.catalog import CATALOG, Instrument, gradients, loss, monitor, run, throughput, updates
 from otel_train.records import MAGNITUDE_EXPONENTS
-from otel_train.sinks.prometheus import PrometheusSink, SnapshotCollector
+from otel_train.sinks.exposition import Piece, Renderer
+from otel_train.sinks.prometheus import PrometheusSink
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
 from otel_train.testing import capture
 from tests.servers import VERSIONS, Version, find_program
@@ -325,21 +326,21 @@ def test_gzip_holds_the_same_bytes() -> None:
 
 
 @pytest.fixture
-def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot | None]:
-    """Note the Snapshot of each rendering: every encoder collects once."""
-    snapshots: list[Snapshot | None] = []
-    collect = SnapshotCollector.collect
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+    """Note the Snapshot of each rendering."""
+    snapshots: list[Snapshot] = []
+    pieces = Renderer.pieces
 
-    def noted(collector: SnapshotCollector) -> Iterator[Metric]:
-        snapshots.append(collector.snapshot)
+    def noted(renderer: Renderer, snapshot: Snapshot) -> Iterator[Piece]:
+        snapshots.append(snapshot)
         time.sleep(0.05)  # long enough for all scrapers to meet
-        return collect(collector)
+        return pieces(renderer, snapshot)
 
-    monkeypatch.setattr(SnapshotCollector, "collect", noted)
+    monkeypatch.setattr(Renderer, "pieces", noted)
     return snapshots
 
 
-def test_four_scrapers_at_once_cost_one_rendering_a_snapshot(rendered: list[Snapshot | None]) -> None:
+def test_four_scrapers_at_once_cost_one_rendering_a_snapshot(rendered: list[Snapshot]) -> None:
     """However many scrape: the training pays for one."""
     sink = PrometheusSink()
     for round_number in range(1, 4):
@@ -361,13 +362,13 @@ def test_four_scrapers_at_once_cost_one_rendering_a_snapshot(rendered: list[Snap
         assert len(rendered) == round_number
 
 
-def test_accept_headers_of_a_strangers_making_do_not_fill_the_memory(rendered: list[Snapshot | None]) -> None:
+def test_accept_headers_of_a_strangers_making_do_not_fill_the_memory(rendered: list[Snapshot]) -> None:
     """There are two formats: made-up versions must not be rendered and kept each."""
     sink = _sink(awkward_snapshot())
     for minor in range(20):
         sink.render(f"application/openmetrics-text;version=1.0.{minor}", compress=False)
-    assert len(sink._rendered) <= 4
-    assert len(rendered) <= 4
+    assert len(sink._renderings._made) <= 4
+    assert len(rendered) == 1
 
 
 @pytest.mark.parametrize(
