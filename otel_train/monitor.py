@@ -226,15 +226,18 @@ class Monitor:
         exchanged = self._ranks if record.sampled else None
         self._assembler.add(record if exchanged is None else replace(record, sample=None))
         now, ranks = thread_seconds(), self._guard.seconds["ranks"]
-        pace = self._pacer.add(record, now - began, threads=now + self._prometheus.seconds, ranks=ranks)
+        pace = self._pacer.add(record, now - began, threads=now + self._served_seconds(), ranks=ranks)
         if exchanged is not None:
             exchanged.put(record, self._assembler.step, pace)  # its layers follow once the ranks have met
+
+    def _served_seconds(self) -> float:
+        return 0.0 if self._endpoint is None else self._endpoint.cpu_seconds
 
     def _publish(self) -> None:
         with self._guard.part("export"):
             live = self._live
-            served = self._endpoint.cpu_seconds if self._endpoint is not None else 0.0
-            seconds = {**self._guard.seconds, "export": self._worker.cpu_seconds, "endpoint": served}
+            own = {"export": self._worker.cpu_seconds, "endpoint": self._served_seconds()}
+            seconds = {**self._guard.seconds, **own}
             lost = self._worker.dropped  # steps that this thread was too slow for
             errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
             live.monitor_seconds, live.monitor_errors = seconds, errors

@@ -99,7 +99,7 @@ def one_dies() -> Seen:
         return training.report(watch)
 
 
-@pytest.mark.parametrize("method", ["read_before", "read_histograms"])
+@pytest.mark.parametrize("method", ["read_before", "count_magnitudes"])
 def test_ranks_change_their_pace_at_the_same_step(method: str) -> None:
     """Every step that one measures the other measures too, in the same parts; no exchange is missed."""
     with ranks(2) as pool:
@@ -108,7 +108,7 @@ def test_ranks_change_their_pace_at_the_same_step(method: str) -> None:
     assert slow.sampled == other.sampled
     assert (slow.misses, other.misses) == (0, 0)
     asked = [1, *range(EVERY, STEPS + 1, EVERY)]
-    taken = asked if method == "read_histograms" else [n for n, histograms in slow.sampled if histograms]
+    taken = asked if method == "count_magnitudes" else [n for n, histograms in slow.sampled if histograms]
     assert [n for n, _ in slow.sampled] == taken
     in_full = [n for n, histograms in slow.sampled if histograms]
     assert in_full[:2] == asked[:2]
