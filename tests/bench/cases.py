@@ -125,30 +125,29 @@ class Wandb(Watch):
 
     def __init__(self, training: Training, every_n_steps: int) -> None:
         super().__init__(training)
-        wandb = importlib.import_module("wandb")
-        self._every, self._step = every_n_steps, 0
+        self._wandb, self._every, self._step = importlib.import_module("wandb"), every_n_steps, 0
         self._folder = tempfile.TemporaryDirectory(prefix="bench-wandb-")
-        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
-        self._run = wandb.init(mode="offline", dir=self._folder.name, settings=quiet, reinit="create_new")
+        quiet = self._wandb.Settings(silent=True, console="off", x_disable_stats=True)
+        self._wandb.init(mode="offline", dir=self._folder.name, settings=quiet, reinit="return_previous")
 
     def begin_turn(self) -> None:
         self._step = 0
-        self._run.watch(self.training.model, log="all", log_freq=self._every, idx=0)
+        self._wandb.watch(self.training.model, log="all", log_freq=self._every, idx=0)
 
     def end_turn(self) -> None:
-        self._run.unwatch(self.training.model)
+        self._wandb.unwatch(self.training.model)
 
     def observe(self, loss: torch.Tensor) -> None:
         self._step += 1
         if self._step % self._every == 0:
-            self._run.log({"loss": loss.item()})
+            self._wandb.log({"loss": loss.item()})
 
     def values(self) -> int:
         tensors = 2 * sum(1 for _ in self.training.model.parameters())  # weights and gradients
         return tensors * (self._BINS + 2)  # the ends of the bins follow from two of them
 
     def close(self) -> None:
-        self._run.finish()
+        self._wandb.finish()
         self._folder.cleanup()
 
 

@@ -88,6 +88,7 @@ def make_optimizer(model: nn.Module) -> Optimizer:
 
 
 MODELS: dict[str, Callable[[], Training]] = {
+    "gpt-tiny": lambda: make_gpt(64, 16, 2, 2, batch=2, context=16),  # to try the benchmark itself
     "gpt-5m": lambda: make_gpt(4096, 192, 8, 6),
     "gpt-20m": lambda: make_gpt(8192, 384, 8, 6),
     "gpt-100m": lambda: make_gpt(8192, 832, 10, 13),

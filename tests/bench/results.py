@@ -153,7 +153,8 @@ def _table(data: dict[str, Any]) -> Table:
 
 
 def _budget(data: dict[str, Any]) -> Budget:
-    return Budget(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+    return Budget(**{**data, **lists})
 
 
 def _rounded(value: Any) -> Any:
