@@ -37,13 +37,13 @@ def run_budget(training: Training, *, blocks: int, share: float = 0.5) -> Budget
     with watched(training, CASES) as watches:
         none, slow = watches.values()
         take_turn(none, 3)
-        step_seconds = take_turn(none, _BLOCK) / _BLOCK
+        step_seconds = take_turn(none, _BLOCK).seconds
         with slow_samples(step_seconds * share):
             followed = [_follow(none, slow) for _ in range(blocks)]
     bare, monitored, own, every = zip(*followed, strict=True)
     return Budget(
         planted_seconds=step_seconds * share,
-        step_seconds=median(bare) / _BLOCK,
+        step_seconds=median(bare),
         steps=_BLOCK,
         ratios=tuple(m / b for m, b in zip(monitored, bare, strict=True)),
         own_shares=tuple(o / median(bare) for o in own),
@@ -52,13 +52,12 @@ def run_budget(training: Training, *, blocks: int, share: float = 0.5) -> Budget
 
 
 def _follow(none: Watch, slow: Watch) -> tuple[float, float, float, int]:
-    """Return the seconds of an unmonitored block, a monitored one, the monitor's own, and its cadence."""
+    """Return the seconds of an unmonitored step, of a monitored one, of the monitor itself, and the cadence, over a block."""
     assert isinstance(slow, Monitored)
-    before = sum(slow.seconds().values())
     bare, monitored = take_turn(none, _BLOCK), take_turn(slow, _BLOCK)
     snapshot = slow.monitor.snapshot
     every = None if snapshot is None else snapshot.value(EVERY_N_STEPS)
-    return bare, monitored, sum(slow.seconds().values()) - before, int(every or 0)
+    return bare.seconds, monitored.seconds, sum(monitored.own.values()), int(every or 0)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ COLLECTIVES = frozenset({
     "_reduce_scatter_base",
 })  # fmt: skip
 """Methods of torch's process groups and their backends."""
-_NO_GROUPS = (torch.Tensor, type, ModuleType)
+_NO_GROUPS = (torch.Tensor, ModuleType, type, type(None))
 _COUNTED_STEPS = 5
 
 
