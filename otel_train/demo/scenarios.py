@@ -37,8 +37,10 @@ class Scenario:
 
 SCENARIOS = {
     "healthy": Scenario("A healthy training: no alert is expected."),
+    # so high that weight decay alone moves a twentieth of the weights a step: however the diverged training goes on, as the weights
+    # grow, the ratio stays high
     "lr-too-high": Scenario(
-        "The learning rate is 100 times too high.", "OtelTrainUpdateRatioHigh", learning_rate=100 * PEAK_LEARNING_RATE
+        "The learning rate is 1000 times too high.", "OtelTrainUpdateRatioHigh", learning_rate=1000 * PEAK_LEARNING_RATE
     ),
     "lr-too-low": Scenario(
         "The learning rate is 300 times too low.", "OtelTrainUpdateRatioLow", learning_rate=PEAK_LEARNING_RATE / 300

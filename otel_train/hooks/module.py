@@ -47,12 +47,16 @@ class Gate:
         """() bool, on the sites' device: active, for compiled graphs; None where there are no sites."""
         self.taken = False
         """What the forwards showed has been taken: an optimizer has stepped."""
+        self.sites: list[_SiteHook] = []
+        """The hooks that look at it."""
 
     def open(self) -> None:
         """A training forward of the root module begins."""
         self.active = self.measures = self.sample
         self.taken = False
         if self.sample:
+            for site in self.sites:
+                site.runs_again = False
             self._tell_graphs(active=True)
 
     def shut(self) -> None:
@@ -235,14 +239,31 @@ class _SiteHook(_Hook):
 
     def __init__(self, gate: Gate, meter: SiteMeter, guard: Guard) -> None:
         self._gate, self._meter, self._guard = gate, meter, guard
+        self.runs_again = False
+        """Compiled, and within a reentrant checkpoint: the last sampled forward was without gradients, recomputation has them."""
+        gate.sites.append(self)
 
     def _see(self, module: nn.Module, value: object) -> None:
         if torch.compiler.is_compiling():
-            if self._gate.measures and module.training:
+            if self._measures_in_graph(module):
                 self._add(value, self._gate.counts)
         elif self._gate.active and module.training:
             with self._guard.part("activations"), unseen_by_selective_checkpoints():
                 self._add(value, None)
+
+    def _measures_in_graph(self, module: nn.Module) -> bool:
+        """Say whether this graph measures; what is looked at here is what tells graphs apart.
+
+        Recomputation in a reentrant checkpoint need not be like its forward, which saved nothing: it keeps to one graph, which
+        never measures.
+        """
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients and self.runs_again:
+            return False
+        measures = self._gate.measures and module.training
+        if measures and not with_gradients and self._gate.active:
+            self.runs_again = True
+        return measures
 
     def _add(self, value: object, counts: torch.Tensor | None) -> None:
         with torch.no_grad():

@@ -231,7 +231,7 @@ def losses_until(count: int) -> list[float]:
     return [*(2.0 + rng.gauss(0.0, 0.05) for _ in range(count - 1)), 4.0]
 
 
-def test_a_training_that_is_resumed_in_another_process_finds_the_spike_that_comes_first() -> None:
+def test_a_training_that_is_resumed_from_a_checkpoint_finds_the_spike_that_comes_first() -> None:
     """Through a checkpoint of torch; counters begin at 0, gauges go on, the resume is counted."""
     model = Mlp(hidden=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

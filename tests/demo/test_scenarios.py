@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
+
 import pytest
 import torch
 
 from otel_train import cli
-from otel_train.demo import Demo
+from otel_train.catalog.updates import LAYER_UPDATE_RATIO, TOLERATED_LOG10
+from otel_train.demo import BATCH, CLIP_NORM, Demo, warmup_cosine
 from otel_train.demo.scenarios import PEAK_LEARNING_RATE, SCENARIOS
 from otel_train.generate.alerts import alerts
 from otel_train.generate.time_base import DEMO
+from otel_train.testing import capture
 
 
 def test_the_command_line_offers_them_all() -> None:
@@ -37,7 +43,7 @@ def test_the_forgotten_block_gets_gradients_and_stays_where_it_is() -> None:
         assert torch.equal(parameter, before[name]) == name.startswith("blocks.2."), name
 
 
-@pytest.mark.parametrize(("name", "factor"), [("healthy", 1.0), ("lr-too-high", 100.0), ("lr-too-low", 1 / 300)])
+@pytest.mark.parametrize(("name", "factor"), [("healthy", 1.0), ("lr-too-high", 1000.0), ("lr-too-low", 1 / 300)])
 def test_learning_rates_are_off_by_what_the_screen_says(name: str, factor: float) -> None:
     """The peak, which the scheduler records."""
     demo = Demo.build(SCENARIOS[name], steps=10)
@@ -52,3 +58,23 @@ def test_the_loss_is_nan_from_the_middle_on_and_sound_before() -> None:
     assert float(broken.loss(loss, 49, 100)) == 2.0
     assert broken.loss(loss, 50, 100).isnan()
     assert float(SCENARIOS["healthy"].loss(loss, 99, 100)) == 2.0
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_too_high_keeps_the_ratio_high() -> None:
+    """At each sample of the time in which the alert has to come, from the end of warmup on: one below the limit starts it anew."""
+    steps, ratios = 180, []
+    demo = Demo.build(SCENARIOS["lr-too-high"], steps)
+    batches = demo.corpus.batches(demo.corpus.training, BATCH, demo.model.context, torch.Generator().manual_seed(1), steps)
+    with capture(demo.model, demo.optimizer, every_n_steps=10) as (monitor, sink):
+        for step, (inputs, targets) in enumerate(itertools.islice(batches, 120), start=1):
+            demo.model(inputs, targets).backward()
+            monitor.clip_grad_norm_(CLIP_NORM)
+            demo.optimizer.step()
+            demo.schedule.step()
+            demo.optimizer.zero_grad()
+            if step % 10 == 0 and step > demo.warmup and monitor.flush() and sink.last is not None:
+                found = [s.value for s in sink.last.find(LAYER_UPDATE_RATIO, kind="matrix") if isinstance(s.value, float)]
+                ratios.append(math.log10(statistics.median(found) / warmup_cosine(step - 1, demo.warmup, steps)))
+    assert len(ratios) == 11
+    assert min(ratios) > TOLERATED_LOG10[1]

@@ -20,6 +20,8 @@ from tests.servers import REPOSITORY, VERSIONS, Version, find_program, free_port
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
 
+STEPS = "360"
+"""Of a scenario: 20 s at 18 steps a second, where an alert takes 9 s of the servers' clocks whatever the speed of the training."""
 _AFTER_THE_END = 12.0
 """Seconds in which the demo's clocks would miss a training that is gone: more than twice 5 s."""
 
@@ -132,7 +134,7 @@ def demo(port: int, log: Path, run: str, *arguments: str) -> contextlib.Abstract
 def test_each_scenario_delivers_its_alert_and_no_other(stacks: Stacks, tmp_path: Path, scenario: str) -> None:
     """In both versions, while it trains; the healthy one, and every clean end, deliver none."""
     run = f"scenario-{scenario}"
-    with demo(stacks.port, tmp_path / "demo.log", run, "--scenario", scenario, "--steps", "180") as training:
+    with demo(stacks.port, tmp_path / "demo.log", run, "--scenario", scenario, "--steps", STEPS) as training:
         assert training.process.wait(150) == 0, training.output()
     in_time = stacks.names(run)
     time.sleep(_AFTER_THE_END)
@@ -181,7 +183,7 @@ def test_a_stopped_training_is_stalled(stacks: Stacks, tmp_path: Path) -> None:
 
 def test_the_demo_brings_its_own_servers_and_tells_the_time_since_the_cause(tmp_path: Path) -> None:
     """``demo --stack`` in one command, down to the verdict."""
-    arguments = ("demo", "--scenario", "frozen-layer", "--stack", "--steps", "180", "--port", "0")
+    arguments = ("demo", "--scenario", "frozen-layer", "--stack", "--steps", STEPS, "--port", "0")
     with command(tmp_path / "demo.log", *arguments, PATH=servers_path("current"), OTEL_TRAIN_RUN="own") as program:
         assert program.process.wait(150) == 0, program.output()
     assert "time base: the demo's" in program.output()

@@ -53,10 +53,10 @@ def test_both_servers_store_the_whole_catalog_of_the_demo_and_its_end(tmp_path: 
     """`up` is 1, each metric that applies is stored, each panel of a dashboard has data, promtool finds nothing, `run_active` ends at 0."""
     environment = {**os.environ, "OTEL_TRAIN_PEAK_FLOPS": "1e12", "OTEL_TRAIN_RUN": "demo"}
     port, log = free_port(), tmp_path / "demo.log"
-    command = [sys.executable, "-u", "-m", "otel_train", "demo", "--steps", "150", "--port", str(port), "--every-n-steps", "4"]
+    command = [sys.executable, "-u", "-m", "otel_train", "demo", "--steps", "800", "--port", str(port), "--every-n-steps", "4"]
     up: dict[str, list[float]] = {version: [] for version in VERSIONS}
     exposition, empty = "", {"never asked"}
-    # the servers first: the warmup, in which some metrics exist only, is a few seconds long
+    # the servers first: some metrics exist in the warmup only, whose 80 steps take 4 s at 18 a second and are scraped once a second
     with prometheus("current", {"demo": port}) as current, prometheus("stable", {"demo": port}) as stable:
         servers: dict[Version, Prometheus] = {"current": current, "stable": stable}
         time.sleep(6)  # they scrape about 5 s after their start
@@ -66,7 +66,7 @@ def test_both_servers_store_the_whole_catalog_of_the_demo_and_its_end(tmp_path: 
             while demo.poll() is None:
                 for version, server in servers.items():
                     up[version] += [series.value for series in server.query("up")]
-                if "step 144/150" in log.read_text() and not exposition:
+                if "step 726/800" in log.read_text() and not exposition:
                     exposition = get(f"http://127.0.0.1:{port}/metrics")
                     empty = {q for server in servers.values() for q in panel_queries() if not server.query(q)}
                 time.sleep(0.5)
