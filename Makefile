@@ -1,4 +1,4 @@
-# make demo | alarm | test | lint | fmt | generate | servers | clean; each creates .venv on first use.
+# make demo | alarm | test | bench | lint | fmt | generate | servers | clean; each creates .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 SCENARIO ?= frozen-layer
 
-.PHONY: demo alarm test lint fmt generate servers clean
+.PHONY: demo alarm test bench lint fmt generate servers clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml Makefile
@@ -27,6 +27,10 @@ servers:  ## unpack Prometheus 3.5 and 2.42, Alertmanager and Docker Compose
 
 test: $(VENV)/installed servers  ## all tests
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/installed  ## what monitoring costs, in half an hour; writes tests/bench/results and README's table
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[bench]"
+	$(BIN)/python -m tests.bench --out tests/bench/results --readme README.md $(BENCH_ARGS)
 
 lint: $(VENV)/installed  ## style, types, import contracts, generated files
 	$(BIN)/ruff format --check
