@@ -111,7 +111,10 @@ def test_a_storm_is_served_in_two_percent_of_a_core() -> None:
 
 @pytest.mark.slow
 def test_a_storm_slows_a_step_by_at_most_two_percent() -> None:
-    """Four clients as fast as they can, on and off by turns, and what the machine itself does between two turns without them."""
+    """Four clients as fast as they can, on and off by turns, and what the machine itself does between two turns without them.
+
+    While they are off their turns are saved up, so that this storm is served at twice the rate of one that does not pause.
+    """
     with _training() as (port, turn), _storm(port) as switch:
         time.sleep(3)  # past the burst that anybody may have
         turns = []
