@@ -34,9 +34,9 @@ _GONE = 5
 """A scraper that is silent for so many of its intervals has gone away; a busy machine delays one by a few."""
 _CONNECTIONS = 32
 """Connections at a time; more are closed at once, so that a flood takes no threads from the training."""
-_REQUESTS_PER_SECOND, _CONNECTIONS_PER_SECOND, _BURST = 10.0, 100.0, 64
+_REQUESTS_PER_SECOND, _CONNECTIONS_PER_SECOND, _BURST = 5.0, 100.0, 64
 """Hasty requests that are answered, and connections that are accepted or refused, a second once a burst is used up; the others wait
-for their turn, 3 s at most with so many connections. With 5,000 series an answer takes 1 ms of a core."""
+for their turn, 6 s at most with so many connections. An answer holds a training on two cores up by about 2 ms."""
 _HASTY_SECONDS = 0.5
 """A request is hasty if it is its connection's first, or has come so soon after the last answer. A Prometheus keeps its connection
 and asks once a second at most: no storm of others delays it."""

@@ -62,8 +62,11 @@ def _storm(port: int) -> Iterator[Callable[[bool], None]]:
 
 @contextlib.contextmanager
 def _training() -> Iterator[tuple[int, Callable[[], float]]]:
-    """Give the port of a monitored GPT that trains on all cores, and a turn of it, which returns the seconds a step."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    """Give the port of a monitored GPT in training, and a turn of it, which returns the seconds a step.
+
+    It leaves a core: torch's threads wait for each other, so that on all of them whatever else runs makes steps differ by far more.
+    """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = torch.randint(256, (2, model.context))
@@ -108,7 +111,10 @@ def test_a_storm_is_served_in_two_percent_of_a_core() -> None:
 
 @pytest.mark.slow
 def test_a_storm_slows_a_step_by_at_most_two_percent() -> None:
-    """Four clients as fast as they can, on and off by turns, and what the machine itself does between two turns without them."""
+    """Four clients as fast as they can, on and off by turns, and what the machine itself does between two turns without them.
+
+    While they are off their turns are saved up, so that this storm is served at twice the rate of one that does not pause.
+    """
     with _training() as (port, turn), _storm(port) as switch:
         time.sleep(3)  # past the burst that anybody may have
         turns = []
@@ -118,6 +124,6 @@ def test_a_storm_slows_a_step_by_at_most_two_percent() -> None:
     off, on = turns[::2], turns[1::2]
     slowdown = median(during / ((before + after) / 2) for (before, after), during in zip(pairwise(off), on, strict=True))
     error = _standard_error([after / before for before, after in pairwise(off)])
+    assert slowdown <= 1.02 + 2 * error, f"{slowdown:.3f} ± {error:.3f} of a step of {1e3 * median(off):.1f} ms"
     if error > 0.02:
         pytest.skip(f"the machine is too busy to tell 2 %: without a storm, turns differ by ± {error:.1%} in the median")
-    assert slowdown <= 1.02 + 2 * error, f"{slowdown:.3f} ± {error:.3f} of a step of {1e3 * median(off):.1f} ms"
