@@ -284,7 +284,7 @@ class Assembler:
 
     def snapshot(self, live: LiveState, now: float) -> Snapshot:
         """Return everything known at this moment, in the order of the catalog."""
-        samples: defaultdict[MetricSpec, list[Sample]] = defaultdict(list)
+        samples: defaultdict[str, list[Sample]] = defaultdict(list)  # by name: to hash a whole spec would take half the time
         for sample in itertools.chain(
             self._run_samples(live),
             self._step_samples(),
@@ -293,8 +293,8 @@ class Assembler:
             self._throughput_samples(live),
             self._monitor_samples(live),
         ):
-            samples[sample.spec].append(sample)
-        ordered = tuple(sample for spec in CATALOG.values() for sample in samples[spec])
+            samples[sample.spec.name].append(sample)
+        ordered = tuple(sample for spec in CATALOG.values() for sample in samples[spec.name])
         return Snapshot(self._facts.base_labels, now, ordered)
 
     def _update_mode(self) -> str:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import selectors
 import socket
 import sys
 import threading
@@ -62,7 +63,7 @@ class Endpoint:
         self._server.prepare(sink, failed, self._note_scrape)
         self.port = int(self._server.server_address[1])
         self.host = host
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="otel-train-endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="otel-train-endpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -153,7 +154,9 @@ class _Server(ThreadingHTTPServer):
         self._connecting = Pace(_CONNECTIONS_PER_SECOND, _BURST)
         self.cpu_seconds = 0.0
         self._thread = threading.local()
+        self._stopping, self._stopped = threading.Event(), threading.Event()
         super().__init__(address[1], _Handler)
+        self._wakes, self._woken = socket.socketpair()
 
     def prepare(
         self, sink: PrometheusSink, failed: Callable[[BaseException], None], scraped: Callable[[str, _Scrape], None]
@@ -166,6 +169,31 @@ class _Server(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Serve until ``shutdown``; asleep where nothing is due, since looking ten times a second takes 0.2 % of a busy core."""
+        del poll_interval
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                ready = [key.fileobj for key, _ in selector.select(self._patience())]
+                if self in ready and not self._stopping.is_set():
+                    self._handle_request_noblock()  # type: ignore[attr-defined]  # as socketserver does; typeshed leaves it out
+                self.service_actions()
+        self._stopped.set()
+
+    def _patience(self) -> float | None:
+        """Return the seconds until a connection may be over its time; None where there is none."""
+        with self._lock:
+            deadline = min(self._deadlines.values(), default=None)
+        return None if deadline is None else max(deadline - time.monotonic(), 0.05)
+
+    def shutdown(self) -> None:
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._wakes.send(b"!")
+        self._stopped.wait()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         del client_address
@@ -222,6 +250,8 @@ class _Server(ThreadingHTTPServer):
         self.hasty.end()
         self.shutdown()
         self.server_close()
+        for end in (self._wakes, self._woken):
+            end.close()
         with self._lock:
             connections = list(self._deadlines)
         for connection in connections:
@@ -229,7 +259,7 @@ class _Server(ThreadingHTTPServer):
 
     def drop_sockets(self) -> None:
         """Close this process's copies and nothing else: hanging up would cut off the parent's clients. Takes no lock, for forks."""
-        for connection in (self.socket, *list(self._deadlines)):
+        for connection in (self.socket, self._wakes, self._woken, *list(self._deadlines)):
             with contextlib.suppress(OSError):
                 os.close(connection.detach())
 

@@ -934,3 +934,15 @@ def test_a_sink_may_close_the_monitor_without_a_wait_for_itself() -> None:
         monitor.flush(3)
         wait_until(lambda: bool(took), 15, "close returns")
     assert took[0] < 2
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_an_endpoint_that_nobody_asks_sleeps(served: Served, *, connected: bool) -> None:
+    """To look for connections ten times a second takes 2 ms a second from a training on all cores."""
+    with contextlib.ExitStack() as stack:
+        if connected:
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.endpoint.port)))
+            time.sleep(0.3)
+        before = served.endpoint.cpu_seconds
+        time.sleep(2)
+        assert served.endpoint.cpu_seconds - before < 0.0005
