@@ -29,7 +29,6 @@ test: $(VENV)/installed servers  ## all tests
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/installed  ## what monitoring costs, in half an hour; writes tests/bench/results and README's table
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[bench]"
 	$(BIN)/python -m tests.bench --out tests/bench/results --readme README.md $(BENCH_ARGS)
 
 lint: $(VENV)/installed  ## style, types, import contracts, generated files

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -89,23 +90,30 @@ class Seed(Watch):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._read: list[float] = []
-        self._values = 0
+        self._values, self._seconds = 0, 0.0
         modules = [module for module in training.model.modules() if isinstance(module, nn.GELU)]
         self._handles = [module.register_forward_hook(self._see) for module in modules]
 
     def _see(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         del module
+        started = time.perf_counter()
         for value in (args[0].detach(), output.detach()):
             self._read += [value.mean().item(), value.std().item()]
+        self._seconds += time.perf_counter() - started
 
     def observe(self, loss: torch.Tensor) -> None:
         del loss
+        started = time.perf_counter()
         for parameter in self.training.model.parameters():
             gradient, rate = parameter.grad, self.training.optimizer.param_groups[0]["lr"]
             if gradient is not None:
                 update = (gradient * rate).std().cpu() / parameter.detach().std().cpu()
                 self._read += [update.log10().item(), gradient.mean().item(), gradient.std().item()]
         self._values, self._read = len(self._read), []
+        self._seconds += time.perf_counter() - started
+
+    def seconds(self) -> Mapping[str, float]:
+        return {"seed": self._seconds}
 
     def values(self) -> int:
         return self._values
@@ -194,4 +202,4 @@ def missing() -> dict[str, str]:
     """Return the cases that cannot run here, and why."""
     if importlib.util.find_spec("wandb") is not None:
         return {}
-    return dict.fromkeys(("watch", "watch-10"), "wandb is not installed (the extra `bench`)")
+    return dict.fromkeys(("watch", "watch-10"), "wandb is not installed (the extra `test`)")

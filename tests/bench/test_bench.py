@@ -16,7 +16,7 @@ from otel_train.catalog.throughput import STEP_DURATION
 from otel_train.snapshot import HistogramValue
 from tests.bench import __main__ as bench
 from tests.bench import budget, tables
-from tests.bench.cases import CASES, UNBOUNDED, Monitored, Watch, missing
+from tests.bench.cases import CASES, UNBOUNDED, Monitored, Watch
 from tests.bench.claims import check_claims, cost
 from tests.bench.ddp import count_collectives, run_processes
 from tests.bench.measure import measure, take_turn, watched
@@ -161,8 +161,6 @@ def test_ratios_are_paired_within_rounds() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_runs(name: str, tiny: Training) -> None:
     """Each takes its turns, exports what it says, and leaves nothing behind."""
-    if name in missing():
-        pytest.skip(missing()[name])
     with watched(tiny, [CASES["none"], CASES[name]]) as watches:
         timing = measure(watches, rounds=2, steps=10)[name]
     assert len(timing.turns) == 2

@@ -129,5 +129,3 @@ def test_a_storm_slows_a_step_by_at_most_two_percent() -> None:
     slowdown = median(during / ((before + after) / 2) for (before, after), during in zip(pairwise(off), on, strict=True))
     error = _standard_error([after / before for before, after in pairwise(off)])
     assert slowdown <= 1.02 + 2 * error, f"{slowdown:.3f} ± {error:.3f} of a step of {1e3 * median(off):.1f} ms"
-    if error > 0.02:
-        pytest.skip(f"the machine is too busy to tell 2 %: without a storm, turns differ by ± {error:.1%} in the median")
