@@ -41,7 +41,7 @@ _SHARE = 4
 The squares of an update vary by 2 to 5 times their mean between elements, outside of the rows read exactly (SGD with momentum on
 text); an error of 3 % then takes some 10,000 elements whatever the tensor's size."""
 _ROWS, _ROW_SHARE = 256, 16
-"""Rows read exactly: so many at most, and at most a 16th of them, and of a matrix at most as many elements as are drawn."""
+"""Rows read exactly: so many at most, and at most a 16th of them, and of a matrix at most _CAP elements."""
 _SPARSE_CAP, _SPARSE_SHARE = 1 << 17, 256
 """Elements in the rows of an embedding that are read exactly: so many at most, or the 256th part of them."""
 _TALL, _NARROW = 4096, 4
@@ -96,14 +96,12 @@ def plan(shape: torch.Size | tuple[int, ...], *, embedding: bool, exact: bool = 
     Args:
         shape: Its shape.
         embedding: Whether few of its rows get a gradient in a step.
-        exact: Read every element whatever the size.
+        exact: Compare every element of the weights whatever the size.
         magnitudes: Elements that the magnitude histogram reads, at most.
     """
     elements = math.prod(shape)
     rows = shape[0] if len(shape) > 1 and elements else 1
-    if exact:
-        return Plan(elements, rows, magnitudes=elements)
-    if elements <= WHOLE:
+    if exact or elements <= WHOLE:
         return Plan(elements, rows, magnitudes=min(elements, magnitudes))
     columns = elements // rows
     sparse = embedding or (rows >= _TALL and rows > _NARROW * columns)

@@ -29,7 +29,7 @@ def even_shape(tensor: Any) -> tuple[int, ...]:
     shape = list(tensor.shape)
     if is_sharded(tensor):
         for dimension, placement in enumerate(tensor.placements):
-            if placement.is_shard():
+            if not placement.is_replicate() and not placement.is_partial():  # _StridedShard denies to be a shard
                 shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(dimension))
     return tuple(shape)
 

@@ -22,7 +22,7 @@ from otel_train.hooks.optimizer import group_names, hook_steps
 from otel_train.hooks.parameters import ParameterMeter
 from otel_train.hooks.pending import PendingMicroBatches, Step
 from otel_train.hooks.recorder import Meters, Recorder
-from otel_train.hooks.turns import Turns, memory_bound, take_turns
+from otel_train.hooks.turns import Progress, Turns, memory_bound, take_turns
 from otel_train.layers import LayerMap, MonitoredParameter, map_layers
 from otel_train.records import Coverage, CoveredParameter
 from otel_train.sampling import Sampler
@@ -84,6 +84,7 @@ class Attachment:
         self._group_signatures: dict[int, tuple[Any, ...]] = {}
         # made now: a sampled step would wait while they are copied to the device
         self._samplers = {device: Sampler(device) for device in {p.tensor.device for p in layer_map.parameters}}
+        self._progress: dict[int, Progress] = {}
         self._meters: Meters = {}
         self._parameters: list[nn.Parameter] = []
         self._take_map(layer_map)
@@ -171,9 +172,10 @@ class Attachment:
 
     def _refuse_small_memory(self, layer_map: LayerMap) -> None:
         given, (name, size) = self._config.update_memory_mb, self._turns(layer_map).largest
-        least = math.ceil(size / (1 << 20))
+        least = size / (1 << 20)
         if given is not None and given < least:
-            raise AttachError(f"update_memory_mb: expected at least {least}, which {name} takes alone, got {given:g}")
+            needed = math.ceil(10 * least) / 10
+            raise AttachError(f"update_memory_mb: expected at least {needed:g}, which {name} takes alone, got {given:g}")
 
     def _make_meters(self, layer_map: LayerMap, turns: Turns) -> Meters:
         """Give each optimizer a meter for its parameters."""
@@ -183,7 +185,11 @@ class Attachment:
             optimizer = owner(parameter.tensor)
             if optimizer is not None:
                 members[optimizer].append(parameter)
-        return {i: ParameterMeter(found, self._config.updates, turns, self._guard, self._samplers) for i, found in members.items()}
+        progress = {i: self._progress.setdefault(i, Progress()) for i in members}
+        return {
+            i: ParameterMeter(found, self._config.updates, turns, progress[i], guard=self._guard, samplers=self._samplers)
+            for i, found in members.items()
+        }
 
     def remove(self) -> None:
         """Remove all hooks and let go of the parameters; twice is harmless."""

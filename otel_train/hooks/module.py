@@ -173,7 +173,7 @@ class _SiteHook(_Hook):
             with self._guard.part("activations"), unseen_by_selective_checkpoints():
                 activation = stats.activation_in(value)
                 if activation is not None:
-                    self._waiting.add(self._meter, activation.detach())
+                    self._waiting.add(self._meter, activation)
 
     def _measures_in_graph(self, module: nn.Module) -> bool:
         """Say whether this graph measures; what is looked at here is what tells graphs apart.
@@ -193,7 +193,7 @@ class _SiteHook(_Hook):
         with torch.no_grad():
             activation = stats.activation_in(value)
             if activation is not None and self._gate.counts is not None:
-                self._meter.add(activation.detach(), self._gate.counts)
+                self._meter.add(activation, self._gate.counts)
 
 
 def unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:
@@ -245,10 +245,13 @@ class ActivationMeter:
             self.handles.append(site.module.register_forward_pre_hook(before, with_kwargs=True))
             self.handles.append(site.module.register_forward_hook(SitePostHook(gate, post, self._waiting, guard)))
 
+    def sum_up(self) -> None:
+        """Add the rows that wait to the sums, before they are taken."""
+        self._waiting.sum_up()
+
     @torch.no_grad()
     def take(self) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[ActivationReading]]]:
         """Return what to read out and how to decode it, and go on to other rows."""
-        self._waiting.sum_up()
         taken = take(self._meters)
         self._strata.advance()
         self._gate.taken = True

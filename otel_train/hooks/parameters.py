@@ -9,7 +9,7 @@ import torch
 
 from otel_train.guard import Guard
 from otel_train.hooks.shape_group import ShapeGroup
-from otel_train.hooks.turns import Turns
+from otel_train.hooks.turns import Progress, Turns
 from otel_train.layers import MonitoredParameter
 from otel_train.records import ParameterReading
 from otel_train.sampling import ALL_MAGNITUDES, FEWEST_MAGNITUDES, MAGNITUDES, Sampler, plan
@@ -25,6 +25,7 @@ class ParameterMeter:
         parameters: The parameters whose steps it sees.
         updates: ``sampled``, ``exact`` or ``off``.
         turns: In which samples whose updates are measured.
+        progress: How far they have come.
         guard: Counts time and failures.
         samplers: By device; shared by the meters of a model, and kept when they are made anew.
     """
@@ -34,11 +35,13 @@ class ParameterMeter:
         parameters: Sequence[MonitoredParameter],
         updates: str,
         turns: Turns,
+        progress: Progress,
+        *,
         guard: Guard,
         samplers: dict[torch.device, Sampler],
     ) -> None:
         self._parameters, self._updates, self._turns, self._guard = list(parameters), updates, turns, guard
-        self._sample = -1
+        self._progress = progress
         self._samplers = samplers
         self._groups: list[ShapeGroup] = []
         self._grouped: tuple[tuple[int, torch.dtype, torch.device, torch.Size], ...] = ()
@@ -56,10 +59,11 @@ class ParameterMeter:
         self._complete = read = False
         with self._guard.part("gradients"):
             self._regroup()
-            self._sample += 1
+            self._progress.sample += 1
             for sampler in self._samplers.values():
                 sampler.advance()
             for group in self._groups:
+                group.forget()
                 group.read_gradients(scale, histogram=self._histograms)
             read = True
         if not read:
@@ -67,7 +71,7 @@ class ParameterMeter:
         self._count_magnitudes()
         with self._guard.part("updates"):
             for group in self._groups:
-                group.read_before(self._sample)
+                group.read_before(self._progress.sample)
             self._complete = True
 
     @torch.no_grad()
@@ -138,4 +142,4 @@ class ParameterMeter:
         sparse, exact = members[0].kind == "embedding", self._updates == "exact"
         chosen = plan(shape, embedding=sparse, exact=exact, magnitudes=magnitudes)
         turn = None if self._updates == "off" else (self._turns.of.get(id(first), 0), self._turns.count)
-        return ShapeGroup(members, chosen, sampler, turn=turn)
+        return ShapeGroup(members, chosen, sampler, turn=turn, last=self._progress.last)

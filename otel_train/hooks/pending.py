@@ -92,13 +92,18 @@ class PendingSample:
     def __init__(self, parts: Sequence[Part], reading: Reading) -> None:
         self._parts, self._reading = parts, reading
 
-    def resolve(self) -> dict[int | None, list[Any]]:
-        """Wait for the numbers, and return the readings of each optimizer and the activations; for the monitor's own thread."""
+    def resolve(self, left_out: Collection[int | None] = ()) -> dict[int | None, list[Any]]:
+        """Wait for the numbers, and return the readings of each optimizer and the activations; for the monitor's own thread.
+
+        Args:
+            left_out: Optimizers that did not step after all: what was measured around their step is no update.
+        """
         numbers = self._reading.values()
         found: dict[int | None, list[Any]] = {}
         at = 0
         for part in self._parts:
-            found.setdefault(part.optimizer, []).extend(part.decode(numbers[at : at + len(part.tensors)]))
+            if part.optimizer not in left_out:
+                found.setdefault(part.optimizer, []).extend(part.decode(numbers[at : at + len(part.tensors)]))
             at += len(part.tensors)
         return found
 
@@ -276,9 +281,8 @@ class Step:
     def _sample(self, left_out: Collection[int | None]) -> LayerSample:
         found: dict[int | None, list[Any]] = {}
         for sample in self.samples:
-            for key, readings in sample.resolve().items():
-                if key not in left_out:
-                    found.setdefault(key, []).extend(readings)
+            for key, readings in sample.resolve(left_out).items():
+                found.setdefault(key, []).extend(readings)
         return self.shown.add(self.number, found) if self.shown is not None else LayerSample((), ())
 
 

@@ -211,6 +211,8 @@ class Recorder:
             return
         self._step.activations_at = self._step.forwards
         with self._guard.part("activations"):
+            self.activations.sum_up()
+        with self._guard.part("activations"):
             seen, decode = self.activations.take()
             if seen and self.cadence.measures("activations", self._closed + 1):
                 self._step.parts.append(Part(None, seen, decode))

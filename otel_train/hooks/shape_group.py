@@ -11,7 +11,7 @@ import torch
 from otel_train.layers import MonitoredParameter
 from otel_train.readout import peek
 from otel_train.records import ParameterReading, ParameterSums
-from otel_train.sampling import Plan, Sampler, wide_dtype
+from otel_train.sampling import Draw, Plan, Sampler, wide_dtype
 from otel_train.shards import is_partial, local, local_gradient
 from otel_train.stats import gradients, parameters, updates
 from otel_train.stats.sums import count_nonfinite, flat, wide_sums
@@ -25,16 +25,23 @@ class ShapeGroup:
         plan: What is read of each.
         sampler: Draws the elements, where not all are read.
         turn: The update is measured in this one of so many samples; None: in none.
+        last: What each parameter's last turn showed (``turns.Progress.last``).
     """
 
     def __init__(
-        self, members: Sequence[MonitoredParameter], plan: Plan, sampler: Sampler, *, turn: tuple[int, int] | None
+        self,
+        members: Sequence[MonitoredParameter],
+        plan: Plan,
+        sampler: Sampler,
+        *,
+        turn: tuple[int, int] | None,
+        last: dict[str, tuple[updates.UpdateEstimate, float]],
     ) -> None:
         self._members, self._plan, self._sampler = members, plan, sampler
         self._turn = turn
         self._measures = False  # the update, in this sample
-        # Of each member's last turn: the estimate and the sum of squares of its weights. Only the host's side looks at it.
-        self._last: dict[int, tuple[updates.UpdateEstimate, float]] = {}
+        self._last = last
+        self._draw: Draw | None = None  # of the sample under way
         self._counts_magnitudes = any(member.histogram is not None for member in members)
         self._reader: updates.SampledReader | None = None
         self._copies: list[torch.Tensor] = []
@@ -91,21 +98,29 @@ class ShapeGroup:
         self._results["weight"] = sums = sums.unsqueeze(1)
         self._results["weight_nonfinite"] = self._settle(weights, sums, "weight")
         if self._measures and not self._plan.whole:
-            draw = self._sampler.draw(self._plan)
+            self._draw = self._sampler.draw(self._plan)  # the same after the step, in which an optimizer within may go on to others
             self._reader = self._reader or updates.SampledReader(weights, self._plan)
-            self._reader.choose_rows(self._row_norms, draw)
-            self._reader.read(weights, draw, after=False)
+            self._reader.choose_rows(self._row_norms, self._draw)
+            self._reader.read(weights, self._draw, after=False)
 
     def read_after(self) -> None:
         """Compare the weights with what was copied before the step."""
         if not self._measures:
             return
-        if self._reader is None:
+        if self._reader is not None and self._draw is not None:
+            self._reader.read(self._weights(), self._draw, after=True)
+            self._results["update"] = self._reader.sums()
+        else:
             self._results["update"] = updates.whole_sums(self._copies, self._weights())
-            self._copies = []
-            return
-        self._reader.read(self._weights(), self._sampler.draw(self._plan), after=True)
-        self._results["update"] = self._reader.sums()
+        self._let_go()
+
+    def forget(self) -> None:
+        """Let go of what a sample has left behind whose step did not come to its end."""
+        self._results = {}
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._copies, self._draw = [], None
         if self._turn != (0, 1):
             self._reader = None  # the next turn needs the memory
 
@@ -156,7 +171,7 @@ class ShapeGroup:
 
     def _sums(self, index: int, row: dict[str, Sequence[float]]) -> ParameterSums:
         total, squared = row["gradient"]
-        update = self._update(index, row.get("update"), row["weight"][0])
+        update = self._update(self._members[index].name, row.get("update"), row["weight"][0])
         magnitudes, magnitude_sum = self._scaled_magnitudes(row.get("magnitudes"))
         return ParameterSums(
             elements=self._plan.elements,
@@ -173,12 +188,12 @@ class ShapeGroup:
             partial_gradient=tuple(row["partial"]) if "partial" in row else None,
         )
 
-    def _update(self, index: int, sums: Sequence[float] | None, weight_squared: float) -> updates.UpdateEstimate | None:
+    def _update(self, name: str, sums: Sequence[float] | None, weight_squared: float) -> updates.UpdateEstimate | None:
         """Return what was measured; where it was not this group's turn, what gives the ratio that its last one showed."""
         if sums is not None:
             estimate = updates.estimate_whole if self._plan.whole else updates.estimate_sampled
-            self._last[index] = estimate(self._plan, sums), weight_squared
-        last, then = self._last.get(index, (None, 0.0))
+            self._last[name] = estimate(self._plan, sums), weight_squared
+        last, then = self._last.get(name, (None, 0.0))
         if sums is not None or last is None or not then:
             return last
         return dataclasses.replace(last, update_squared=last.update_squared * weight_squared / then)

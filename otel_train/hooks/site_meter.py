@@ -104,6 +104,10 @@ class WaitingRows:
 
     def add(self, meter: SiteMeter, activation: torch.Tensor) -> None:
         """Sample rows of what a site showed."""
+        if activation.device != meter.sums.device:
+            raise ValueError(
+                f"{meter.module} works on {activation.device}, where the model's first parameter is on {meter.sums.device}"
+            )
         rows = stats.sample_rows(activation, meter.strata)
         if rows.numel() >= activation.numel():
             rows = rows.clone()  # nothing was left out, so it may be a view of what an in-place activation overwrites
@@ -115,13 +119,19 @@ class WaitingRows:
             self.sum_up()
 
     def sum_up(self) -> None:
-        """Add what waits to the sums of its sites."""
+        """Add what waits to the sums of its sites; where that fails for some of them, the others are summed up all the same."""
         alike: defaultdict[tuple[object, ...], list[SiteMeter]] = defaultdict(list)
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         for meter, rows in waiting.items():
             alike[rows.shape, rows.dtype, meter.flat_outside, meter.rectifying].append(meter)
+        failure: Exception | None = None
         for meters in alike.values():
-            _add(meters, torch.stack([waiting[meter] for meter in meters]))
+            try:
+                _add(meters, torch.stack([waiting[meter] for meter in meters]))
+            except Exception as error:  # noqa: BLE001, PERF203  # raised below
+                failure = error
+        if failure is not None:
+            raise failure
 
 
 def _add(meters: Sequence[SiteMeter], rows: torch.Tensor) -> None:

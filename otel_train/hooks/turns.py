@@ -1,6 +1,6 @@
 """Turns: in which sample a parameter's update is measured, so that the copies taken before a step stay within a bound of memory.
 
-Every rank comes to the same turns: they follow from shapes that all ranks know, not from what a rank happens to hold.
+Ranks that hold parts of the same parameters give them the same turns: those follow from shapes that all of them know.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from otel_train.layers import MonitoredParameter
 from otel_train.sampling import plan, work_dtype
 from otel_train.shards import even_shape
+from otel_train.stats.updates import UpdateEstimate
 
 _MIB = 1 << 20
 LEAST_BYTES = 64 * _MIB
@@ -28,6 +29,16 @@ class Turns:
     of: Mapping[int, int] = field(default_factory=dict)
     largest: tuple[str, int] = ("", 0)
     """The parameter whose copy is largest, and its bytes: the least that a turn can take."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the turns of an optimizer's parameters have come; kept when what is measured is grouped anew."""
+
+    sample: int = -1
+    """Number of the sample under way."""
+    last: dict[str, tuple[UpdateEstimate, float]] = field(default_factory=dict)
+    """By parameter, of its last turn: the estimate and the sum of squares of its weights. Only the host's side looks at it."""
 
 
 def take_turns(parameters: Sequence[MonitoredParameter], updates: str, bound: float) -> Turns:

@@ -225,8 +225,9 @@ class Combined:
 
 
 def _sums_of(row: Sequence[float]) -> ParameterSums:
-    update = row[_UPDATE] if row[_MEASURED] else None
-    counted = 0 < row[_PRESENT] <= row[_COUNTED]  # on every rank that has a part of it
+    # on every rank that has a part of it
+    measured, counted = (0 < row[_PRESENT] <= row[column] for column in (_MEASURED, _COUNTED))
+    update = row[_UPDATE] if measured else None
     return ParameterSums(
         elements=int(row[_ELEMENTS]),
         gradient=row[_GRADIENT],
@@ -235,7 +236,7 @@ def _sums_of(row: Sequence[float]) -> ParameterSums:
         nonfinite_gradients=int(row[_BAD_GRADIENTS]),
         nonfinite_weights=int(row[_BAD_WEIGHTS]),
         update_squared=update,
-        changed=row[_CHANGED] if row[_MEASURED] else None,
+        changed=row[_CHANGED] if measured else None,
         update_relative_error=math.sqrt(row[_VARIANCE]) / update if update and math.isfinite(update) else 0.0,
         magnitudes=tuple(row[_MAGNITUDES : _MAGNITUDES + _BINS]) if counted else None,
         magnitude_sum=row[_MAGNITUDES + _BINS] if counted else 0.0,

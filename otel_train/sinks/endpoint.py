@@ -22,10 +22,12 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-from otel_train.sinks.pace import Pace
 from otel_train.sinks.prometheus import PrometheusSink
+from otel_train.sinks.throttle import Throttle
 
 _LOG = logging.getLogger("otel_train")
+
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # needs no file of its own, which a fork would inherit
 
 _CLIENT_SECONDS = 10.0
 """A client that sends or takes nothing for so long is dropped."""
@@ -150,8 +152,8 @@ class _Server(ThreadingHTTPServer):
         self._deadlines: dict[socket.socket, float] = {}
         """Of each open connection: when the request under way must have come and been answered."""
         self._lock = threading.Lock()
-        self.hasty = Pace(_REQUESTS_PER_SECOND, _BURST)
-        self._connecting = Pace(_CONNECTIONS_PER_SECOND, _BURST)
+        self.hasty = Throttle(_REQUESTS_PER_SECOND, _BURST)
+        self._connecting = Throttle(_CONNECTIONS_PER_SECOND, _BURST)
         self.cpu_seconds = 0.0
         self._thread = threading.local()
         self._stopping, self._stopped = threading.Event(), threading.Event()
@@ -173,7 +175,15 @@ class _Server(ThreadingHTTPServer):
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """Serve until ``shutdown``; asleep where nothing is due, since looking ten times a second takes 0.2 % of a busy core."""
         del poll_interval
-        with selectors.DefaultSelector() as selector:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001  # nobody else would hear of it
+            self.failed(error)
+        finally:
+            self._stopped.set()
+
+    def _serve(self) -> None:
+        with _Selector() as selector:
             selector.register(self, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._stopping.is_set():
@@ -181,7 +191,6 @@ class _Server(ThreadingHTTPServer):
                 if self in ready and not self._stopping.is_set():
                     self._handle_request_noblock()  # type: ignore[attr-defined]  # as socketserver does; typeshed leaves it out
                 self.service_actions()
-        self._stopped.set()
 
     def _patience(self) -> float | None:
         """Return the seconds until a connection may be over its time; None where there is none."""
@@ -193,7 +202,7 @@ class _Server(ThreadingHTTPServer):
         if not self._stopping.is_set():
             self._stopping.set()
             self._wakes.send(b"!")
-        self._stopped.wait()
+        self._stopped.wait(_CLIENT_SECONDS)  # the training goes on in any case
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         del client_address

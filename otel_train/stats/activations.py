@@ -23,7 +23,7 @@ _DEEPEST = 4
 
 
 def activation_in(value: object) -> torch.Tensor | None:
-    """Return what can be sampled of what a module takes or gives: its first tensor of real or complex numbers.
+    """Return what can be sampled of what a module takes or gives: its first tensor of real or complex numbers, detached.
 
     A sharded tensor (DTensor) is read where it is: the local part, without a collective. None where there is no such tensor, where
     it is empty or sparse (its zeros are not there to be sampled), a part of a sum that is yet to be made (Partial), or a view into
@@ -33,6 +33,8 @@ def activation_in(value: object) -> torch.Tensor | None:
         value: A tensor, or a tuple, list, mapping or dataclass of values.
     """
     found = _first_floating(value, _DEEPEST)
+    if found is not None:
+        found = found.detach()
     if found is not None and type(found).__name__ == "DTensor":
         found = _local(found)
     if found is not None and found.is_nested:

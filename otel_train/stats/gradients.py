@@ -82,7 +82,7 @@ def norm_mean_std(elements: int, total: float, squared: float) -> tuple[float, f
 
 def magnitude_samples(gradients: Sequence[torch.Tensor], plan: Plan, draw: Draw) -> torch.Tensor:
     """Return the elements that the histogram counts, (n, k) fp32, of n gradients of one shape."""
-    if draw.magnitude_lines is None or plan.whole:
+    if draw.magnitude_lines is None or is_small(gradients[0]):
         return torch.cat([_pick(matrix, draw) for matrix in stacked(gradients)])
     elements = [flat(g) if plan.width == 1 else flat(g).view(-1, plan.width) for g in gradients]
     return torch.stack([e.index_select(0, draw.magnitude_lines) for e in elements]).float().view(len(gradients), -1)

@@ -133,7 +133,7 @@ def test_without_a_bound_there_are_no_turns() -> None:
 def test_a_bound_that_one_parameter_exceeds_is_refused() -> None:
     """Attaching says which parameter it is and what would do."""
     model = Stack()
-    expected = r"update_memory_mb: expected at least 1, which layers\.0\.weight takes alone, got 0.25"
+    expected = r"update_memory_mb: expected at least 0.5, which layers\.0\.weight takes alone, got 0.25"
     with pytest.raises(AttachError, match=expected), capture(model, updates="exact", update_memory_mb=0.25):
         pass
 

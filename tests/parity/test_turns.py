@@ -20,11 +20,11 @@ Ratios = dict[str, float]
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights, unsharded."""
-    return {
-        name.removesuffix(".weight"): p.detach().full_tensor().double()
-        for name, p in model.named_parameters()
-        if isinstance(p, DTensor)
-    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        found[name.removesuffix(".weight")] = parameter.full_tensor().detach().double()
+    return found
 
 
 def train() -> tuple[list[Ratios], list[Ratios], set[str]]:

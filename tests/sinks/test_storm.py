@@ -19,8 +19,8 @@ import torch
 import otel_train
 from otel_train.demo.model import GPT
 from otel_train.sinks.endpoint import Endpoint
-from otel_train.sinks.pace import Pace
 from otel_train.sinks.prometheus import PrometheusSink
+from otel_train.sinks.throttle import Throttle
 from tests.sinks.test_exposition import many_series
 
 CLIENT = """
@@ -87,9 +87,9 @@ def _training() -> Iterator[tuple[Endpoint, Callable[[], float]]]:
         yield monitor._endpoint, turn
 
 
-def _save_nothing_up(pace: Pace) -> None:
+def _save_nothing_up(throttle: Throttle) -> None:
     """Spend what a pause has saved up, so that the storm is served as one that never pauses."""
-    pace._next = max(pace._next, time.monotonic() + pace._burst * pace._interval)
+    throttle._next = max(throttle._next, time.monotonic() + throttle._burst * throttle._interval)
 
 
 def _standard_error(values: list[float]) -> float:

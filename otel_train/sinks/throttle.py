@@ -6,7 +6,7 @@ import threading
 import time
 
 
-class Pace:
+class Throttle:
     """Lets everybody pass at once up to a burst, then so many a second; the others sleep until it is their turn.
 
     Args:
