@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from otel_train.sampling import WHOLE, Draw, Plan, Sampler, plan, wide_dtype, work_dtype
+from otel_train.sampling import MAGNITUDES, WHOLE, Draw, Plan, Sampler, plan, wide_dtype, work_dtype
 
 CPU = torch.device("cpu")
 SAMPLED = [
@@ -34,8 +34,13 @@ def test_small_tensors_are_read_whole(shape: tuple[int, ...], *, embedding: bool
 
 @pytest.mark.parametrize("embedding", [False, True])
 def test_exact_reads_everything(*, embedding: bool) -> None:
-    """Whatever the size."""
-    assert plan((50_000, 768), embedding=embedding, exact=True).whole
+    """Whatever the size; but the histogram is of samples all the same, since its elements are copied."""
+    chosen = plan((50_000, 768), embedding=embedding, exact=True)
+    assert chosen.whole
+    assert chosen.magnitudes == MAGNITUDES
+    lines = Sampler(CPU).draw(chosen).magnitude_lines
+    assert lines is not None
+    assert len(set(lines.tolist())) == MAGNITUDES
 
 
 @pytest.mark.parametrize(

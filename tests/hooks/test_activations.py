@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from otel_train.catalog import MetricSpec
 from otel_train.catalog import activations as act
 from otel_train.catalog import loss as loss_catalog
-from otel_train.hooks.site_meter import DEAD_ROWS
+from otel_train.hooks.site_meter import DEAD_ROWS, SiteMeter, WaitingRows
+from otel_train.layers import ActivationSite
 from otel_train.snapshot import Snapshot
+from otel_train.stats import activations as stats
 from otel_train.stats.activations import ROWS, activation_in
 from otel_train.testing import capture
 from tests import problems
@@ -781,3 +783,38 @@ def test_no_operation_of_ours_lacks_a_deterministic_version_on_cuda() -> None:
     with Ops() as ops:
         torch.ones(3).cumsum(0)
     assert ops.names & listed
+
+
+def test_a_site_that_cannot_be_summed_up_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are summed up together, but fail alone."""
+    plain = stats.row_sums
+
+    def failing(rows: torch.Tensor, flat_outside: tuple[float, float] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.shape[-1] == 7:
+            raise ZeroDivisionError("a bug of ours")
+        return plain(rows, flat_outside)
+
+    monkeypatch.setattr(stats, "row_sums", failing)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, optimizer, every_n_steps=1) as (monitor, sink):
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            snapshot = problems.seen(monitor, sink)
+        assert monitor._guard.errors["activations"] == 2
+    assert {sample.labels[0] for sample in snapshot.find(act.LAYER_ACTIVATION_STD)} == {"3"}
+
+
+def test_an_activation_on_another_device_fails_alone() -> None:
+    """A model that is split by hand: the site says where it is, and the others have their values."""
+    with torch.device("meta"):
+        elsewhere = nn.Tanh()
+    site = ActivationSite(elsewhere, "elsewhere", "elsewhere", 0, None, rectifying=False)
+    meter = SiteMeter(site, "post", stats.Strata(torch.rand(ROWS).double()))
+    waiting = WaitingRows()
+    with pytest.raises(ValueError, match="elsewhere works on meta, where the model's first parameter is on cpu"):
+        waiting.add(meter, torch.empty(4, 3, device="meta"))
+    waiting.add(meter, torch.ones(4, 3))
+    waiting.sum_up()
+    assert meter.sums[0].item() == 12

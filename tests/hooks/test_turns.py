@@ -74,6 +74,45 @@ def test_an_exact_value_is_that_of_the_layers_last_turn() -> None:
     assert len(expected) == 5
 
 
+def test_turns_go_on_when_what_is_trained_changes() -> None:
+    """A part that is frozen at every second step, as a GAN's is, must not bring the first turn back each time."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: set[problems.Key] = set()
+    with capture(model, optimizer, every_n_steps=1, updates="exact", update_memory_mb=1.01) as (monitor, sink):
+        for step in range(8):
+            model.layers[4].requires_grad_(step % 2 == 0)
+            optimizer.zero_grad()
+            _loss(model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+            optimizer.step()
+            found = set(problems.layer_values(problems.seen(monitor, sink), updates.LAYER_UPDATE_RATIO))
+            assert found >= seen - {("layers.4", "matrix")}
+            seen |= found
+    assert seen == {(f"layers.{i}", "matrix") for i in range(5)}
+
+
+def test_what_a_step_left_behind_that_failed_is_let_go_of() -> None:
+    """The copies of its turn, and its numbers: the next sample starts anew."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, optimizer, every_n_steps=1, updates="exact", update_memory_mb=1.01) as (monitor, sink):
+        for step in range(3):
+            optimizer.zero_grad()
+            _loss(model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+            if step == 1:
+                model.layers[0].weight.grad, kept = torch.zeros(3), model.layers[0].weight.grad
+                with pytest.raises(RuntimeError):
+                    optimizer.step()
+                model.layers[0].weight.grad = kept
+            else:
+                optimizer.step()
+        problems.seen(monitor, sink)
+        attachment = monitor._attachment
+        assert attachment is not None
+        for meter in attachment._meters.values():
+            assert all(not group._copies and not group._results for group in meter._groups)
+
+
 def _all_tensors() -> Iterable[torch.Tensor]:
     gc.collect()
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]  # isinstance would wake lazy objects

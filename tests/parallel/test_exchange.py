@@ -123,6 +123,20 @@ def test_shards_add_up_to_what_the_owner_exports() -> None:
         assert (one.taken[0].local, one.guard.errors["ranks"]) == (None, 0)
 
 
+def test_updates_that_not_all_ranks_measured_have_no_values() -> None:
+    """Parts of an update over the whole weight would look like a smaller update."""
+    unmeasured = replace(SUMS, update_squared=None, changed=None)
+    with ranks(*[manifest(r, shard("w", r, 2), groups=((0, 1),)) for r in range(2)]) as (one, two):
+        for step, other in ((10, SUMS), (20, unmeasured)):
+            one.put(step, readings("w"))
+            two.put(step, readings("w", sums=other))
+        settle(one, two)
+        both, half = (taken.own.parameters[0].sums for taken in one.taken)
+        assert both.update_squared == pytest.approx(0.18)
+        assert both.changed == 16.0
+        assert (half.update_squared, half.changed) == (None, None)
+
+
 def test_histograms_that_not_all_ranks_counted_have_no_values() -> None:
     """A rank that learned too late of what was agreed on: half the counts would look like half the elements."""
     counted = replace(SUMS, magnitudes=(1.0,) * BINS, magnitude_sum=2.0)

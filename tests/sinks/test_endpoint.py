@@ -946,3 +946,20 @@ def test_an_endpoint_that_nobody_asks_sleeps(served: Served, *, connected: bool)
         before = served.endpoint.cpu_seconds
         time.sleep(2)
         assert served.endpoint.cpu_seconds - before < 0.0005
+
+
+def test_a_serving_thread_that_fails_is_told_of_and_does_not_hold_up_the_end(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the system does to it: closing is part of the user's training."""
+
+    def failing(_: object) -> None:
+        raise OSError("no more files")
+
+    monkeypatch.setattr(endpoint._Server, "service_actions", failing)
+    with served.connect():
+        wait_until(lambda: not served.endpoint._thread.is_alive(), 10, "the serving thread has ended")
+    assert [str(error) for error in served.failures] == ["no more files"]
+    began = time.monotonic()
+    served.endpoint.close()
+    assert time.monotonic() - began < 2
