@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Iterable
@@ -91,26 +92,34 @@ def test_turns_go_on_when_what_is_trained_changes() -> None:
     assert seen == {(f"layers.{i}", "matrix") for i in range(5)}
 
 
+class Failing(torch.optim.SGD):
+    """Fails when told to, between our hooks."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Fail, or go down."""
+        if self.fails:
+            raise ZeroDivisionError("a bug of the user's")
+        return super().step(closure)
+
+
 def test_what_a_step_left_behind_that_failed_is_let_go_of() -> None:
     """The copies of its turn, and its numbers: the next sample starts anew."""
     model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Failing(model.parameters(), lr=0.1)
     with capture(model, optimizer, every_n_steps=1, updates="exact", update_memory_mb=1.01) as (monitor, sink):
-        for step in range(3):
-            optimizer.zero_grad()
-            _loss(model, step).backward()  # type: ignore[no-untyped-call]  # torch's
-            if step == 1:
-                model.layers[0].weight.grad, kept = torch.zeros(3), model.layers[0].weight.grad
-                with pytest.raises(RuntimeError):
-                    optimizer.step()
-                model.layers[0].weight.grad = kept
-            else:
-                optimizer.step()
-        problems.seen(monitor, sink)
         attachment = monitor._attachment
         assert attachment is not None
-        for meter in attachment._meters.values():
-            assert all(not group._copies and not group._results for group in meter._groups)
+        for fails in (True, False):
+            optimizer.zero_grad()
+            _loss(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+            optimizer.fails = fails
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                optimizer.step()
+            groups = [group for meter in attachment._meters.values() for group in meter._groups]
+            assert any(group._copies for group in groups) is fails
+        problems.seen(monitor, sink)
 
 
 def _all_tensors() -> Iterable[torch.Tensor]:
