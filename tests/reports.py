@@ -94,7 +94,7 @@ REPORTS = (
     Report(56, "wandb/wandb #2460", (_BOUNDED,)),
     Report(57, "THUDM/slime #451", (_BOUNDED, _NO_GATHER)),
     Report(58, "ISEEKYAN/Megatron-LM #186", (_BOUNDED,)),
-    Report(59, "NVIDIA/Megatron-LM #7076", (_NO_READ, "test_architecture.py::test_only_the_readout_reads_device_values")),
+    Report(59, "NVIDIA/Megatron-LM #7076", (_NO_READ, "test_architecture.py::test_only_the_readout_waits_for_the_device")),
     Report(60, "pytorch/torchtune #522", (_NO_READ, "test_readout.py::test_peeking_at_a_device_gives_nothing_and_reads_nothing")),
     Report(61, "pytorch/torchtitan #735", (_NO_GATHER, "bench/test_bench.py::test_a_sampled_step_stays_cheap"), ("FSDP2 2",)),
     Report(62, "wandb/wandb #7423", ("parity/test_ranks.py::test_a_rank_that_is_late_delays_nobody_and_is_waited_for_again_later", "parity/test_ranks.py::test_a_rank_that_dies_is_named_by_the_living")),

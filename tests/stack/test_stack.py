@@ -120,7 +120,7 @@ def test_a_stack_runs_the_shipped_files_and_leaves_nothing(version: Version, mon
         assert all(text in config for text in ("localhost:1", "otel-train", stack.alertmanager.url.removeprefix("http://")))
         assert "localhost:9464" not in config
         rules = json.loads(get(f"{stack.prometheus.url}/api/v1/rules"))["data"]["groups"]
-        assert len(rules[0]["rules"]) == 26
+        assert len(rules[0]["rules"]) == 27
         assert rules[0]["rules"][-1]["annotations"]["runbook_url"].startswith(f"{stack.webhook.url}/runbooks/")
         token = folder / "deploy/alertmanager/secrets/webhook_token"
         assert token.stat().st_mode & 0o777 == 0o600
