@@ -132,7 +132,7 @@ class Assembler:
         self.step = self.tokens_seen = 0
         self._sampled_step: int | None = None
         self._last: StepRecord | None = None
-        self._sampled: Mapping[str, list[Sample]] = {}
+        self._sampled: Mapping[MetricSpec, list[Sample]] = {}
         self._counts: Counter[MetricSpec] = Counter()
         self._model_flops: float | None = None
         self._seconds: defaultdict[MetricSpec, float] = defaultdict(float)
@@ -271,7 +271,7 @@ class Assembler:
         of_shards = local_samples_of(taken.local.shown) if taken.local is not None else ()
         if taken.local_weight_squared is not None:
             of_shards = (Sample(parameters.LOCAL_PARAM_NORM, (), root(taken.local_weight_squared)), *of_shards)
-        self._sampled = _by_name(itertools.chain(of_run, samples_of(sample.shown), of_shards, self._histogram_samples()))
+        self._sampled = _by_metric(itertools.chain(of_run, samples_of(sample.shown), of_shards, self._histogram_samples()))
 
     def _add_nonfinite(self, reading: ParameterReading) -> None:
         for source, count in (
@@ -284,7 +284,7 @@ class Assembler:
 
     def snapshot(self, live: LiveState, now: float) -> Snapshot:
         """Return everything known at this moment, in the order of the catalog."""
-        fresh = _by_name(
+        fresh = _by_metric(
             itertools.chain(
                 self._run_samples(live),
                 self._step_samples(),
@@ -293,8 +293,7 @@ class Assembler:
                 self._monitor_samples(live),
             )
         )
-        names = [spec.name for spec in CATALOG.values()]
-        ordered = tuple(sample for name in names for part in (fresh, self._sampled) for sample in part.get(name, ()))
+        ordered = tuple(sample for spec in CATALOG.values() for part in (fresh, self._sampled) for sample in part.get(spec, ()))
         return Snapshot(self._facts.base_labels, now, ordered)
 
     def _update_mode(self) -> str:
@@ -416,9 +415,8 @@ class Assembler:
         yield Sample(monitor.DROPPED_SERIES, (), self._coverage.dropped_layers * _LAYER_GAUGES)
 
 
-def _by_name(samples: Iterable[Sample]) -> Mapping[str, list[Sample]]:
-    """Sort samples by their spec's name: to hash a whole spec would take longer than all the rest."""
-    found: defaultdict[str, list[Sample]] = defaultdict(list)
+def _by_metric(samples: Iterable[Sample]) -> Mapping[MetricSpec, list[Sample]]:
+    found: defaultdict[MetricSpec, list[Sample]] = defaultdict(list)
     for sample in samples:
-        found[sample.spec.name].append(sample)
+        found[sample.spec].append(sample)
     return dict(found)

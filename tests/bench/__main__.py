@@ -77,8 +77,7 @@ def run(options: argparse.Namespace) -> Results:
     found = tuple(run_plan(plan, options.cases, rounds or plan.rounds) for plan in PLANS if plan.model in models)
     followed, processes = None, None
     if _SMALL in models and options.cases is None:
-        if budget.is_there():
-            followed = budget.run_budget(MODELS[_SMALL](), blocks=_QUICK_BLOCKS if options.quick else _BUDGET_BLOCKS)
+        followed = budget.run_budget(MODELS[_SMALL](), blocks=_QUICK_BLOCKS if options.quick else _BUDGET_BLOCKS)
         processes = ddp.run_processes(_SMALL, rounds=rounds or _DDP_ROUNDS, steps=_DDP_STEPS)
     return Results(machine(), found, followed, processes)
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from otel_train.catalog.monitor import EVERY_N_STEPS
 from otel_train.hooks.parameters import ParameterMeter
-from tests.bench.cases import UNBOUNDED, Case, Monitored, Watch
+from tests.bench.cases import Case, Monitored, Watch
 from tests.bench.measure import take_turn, watched
 from tests.bench.models import Training
 from tests.bench.results import Budget
@@ -19,11 +19,6 @@ from tests.bench.results import Budget
 _BLOCK = 10
 """Steps that are compared at once."""
 CASES = (Case("none", "no monitoring", Watch), Case("slow", "slow samples", lambda training: Monitored(training, every_n_steps=1)))
-
-
-def is_there() -> bool:
-    """Say whether this version of otel-train has a budget."""
-    return bool(UNBOUNDED)
 
 
 def run_budget(training: Training, *, blocks: int, share: float = 0.5) -> Budget:
