@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from otel_train.catalog import MetricSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """A cumulative histogram by powers of two, as native and exponential histograms have it (base 2: schema 0, scale 0)."""
+
+    zero_threshold: float
+    """What is as small as that, or smaller, is in the zero bucket."""
+    zero_count: int
+    first: int
+    """Power of two of the first bucket's upper bound: elements by size in (2^(first - 1), 2^first]."""
+    positive: tuple[int, ...]
+    """Elements a bucket, from the first on; the last holds what is larger too."""
+    total: float
+    """Sum of the values."""
+
+    @property
+    def count(self) -> int:
+        """Number of all elements."""
+        return self.zero_count + sum(self.positive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,11 @@ class HistogramValue:
             running += count
             upto[bound] = running
         return [(bound, upto[bound]) for bound in bounds], running + self.counts[-1]
+
+    def exponential(self) -> Exponential:
+        """Return it by powers of two; its bounds must be successive ones, as those of an exponential metric are."""
+        smallest = self.bounds[0]
+        return Exponential(smallest, self.counts[0], math.frexp(smallest)[1], self.counts[1:], self.total)
 
 
 @dataclass(frozen=True, slots=True)

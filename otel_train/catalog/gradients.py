@@ -50,6 +50,7 @@ LAYER_GRAD_MAGNITUDE = histogram(
     "otel_train.layer.grad_magnitude",
     "Gradient elements by absolute value.",
     MAGNITUDE_BOUNDS,
+    exponential=True,
     labels=LAYER_LABELS,
     reduction=Reduction.SUM,
     note="Cumulative over sampled steps. Sampled elements stand for all of their tensor. One histogram a block by default; "

@@ -57,6 +57,8 @@ class MetricSpec:
     """Where the formula comes from."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets on Prometheus' classic road, ascending, without +Inf."""
+    exponential: bool = False
+    """Whether it is counted by powers of two, so that it goes as a native or exponential histogram where that is understood."""
     prometheus_name: str = field(init=False)
 
     def __hash__(self) -> int:
