@@ -6,8 +6,8 @@ from otel_train.snapshot import Exponential, HistogramValue
 
 
 def test_a_histogram_by_powers_of_two_keeps_each_count_in_its_bucket() -> None:
+    """Zero bucket up to 1/4, then (1/4, 1/2], (1/2, 1], and (1, 2] with what is larger."""
     counted = HistogramValue((0.25, 0.5, 1.0), counts=(5, 4, 3, 2), total=7.5)
 
-    # Zero bucket up to 1/4, then (1/4, 1/2], (1/2, 1], and (1, 2] with what is larger.
     assert counted.exponential() == Exponential(zero_threshold=0.25, zero_count=5, first=-1, positive=(4, 3, 2), total=7.5)
     assert counted.exponential().count == 14
