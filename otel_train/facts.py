@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,6 +56,7 @@ def run_facts(
         warmup_steps=config.warmup_steps,
         peak_flops=peak,
         peak_flops_source=source,
+        started_at=time.time(),
         parts=PARTS,
         measured=tuple(measured),
         layers_on=config.layers_on,

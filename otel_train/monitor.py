@@ -41,7 +41,7 @@ from otel_train.parallel import Others, Ranks
 from otel_train.parallel.clip import clip_grad_norm_
 from otel_train.records import Coverage, RankSample
 from otel_train.sigterm import Sigterm
-from otel_train.sinks import Sink, check_sinks
+from otel_train.sinks import Sink, cpu_seconds_of, find_sinks, reports_of
 from otel_train.sinks.endpoint import Endpoint
 from otel_train.sinks.page import render_fragment
 from otel_train.sinks.prometheus import PrometheusSink
@@ -98,7 +98,7 @@ def attach(
         chosen = configuration.make_config(config, settings)
         check_model(model)
         optimizers = named_optimizers(model, optimizer)
-        extra = check_sinks(sinks)
+        extra = find_sinks(sinks)
         monitor = Monitor(model, optimizers, chosen, extra, Others(board, mesh, groups))
     except OtelTrainError as error:
         if board is None:
@@ -226,7 +226,7 @@ class Monitor:
         exchanged = self._ranks if record.sampled else None
         self._assembler.add(record if exchanged is None else replace(record, sample=None))
         now, ranks = thread_seconds(), self._guard.seconds["ranks"]
-        pace = self._pacer.add(record, now - began, threads=now + self._served_seconds(), ranks=ranks)
+        pace = self._pacer.add(record, now - began, threads=now + self._served_seconds() + cpu_seconds_of(self._sinks), ranks=ranks)
         if exchanged is not None:
             exchanged.put(record, self._assembler.step, pace)  # its layers follow once the ranks have met
 
@@ -236,12 +236,12 @@ class Monitor:
     def _publish(self) -> None:
         with self._guard.part("export"):
             live = self._live
-            own = {"export": self._worker.cpu_seconds, "endpoint": self._served_seconds()}
+            own = {"export": self._worker.cpu_seconds + cpu_seconds_of(self._sinks), "endpoint": self._served_seconds()}
             seconds = {**self._guard.seconds, **own}
             lost = self._worker.dropped  # steps that this thread was too slow for
             errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
             live.monitor_seconds, live.monitor_errors = seconds, errors
-            live.memory = device_memory(self._device)
+            live.memory, live.reported = device_memory(self._device), tuple(reports_of(self._sinks))
             live.pace, live.overhead = self._pacer.pace, self._pacer.overhead
             self._prometheus.publish(self._assembler.snapshot(live, time.time()))
         snapshot = self.snapshot

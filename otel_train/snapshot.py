@@ -76,6 +76,8 @@ class Snapshot:
     """Unix time."""
     samples: tuple[Sample, ...]
     """In the order of the catalog; the series of one metric stand together."""
+    started_at: float = 0.0
+    """Unix time at which counters and histograms were 0; 0: not known."""
 
     def find(self, spec: MetricSpec, **labels: str) -> list[Sample]:
         """Return the samples of a metric whose labels have the given values."""

@@ -13,7 +13,7 @@ import otel_train
 
 PUBLIC = [
     "AttachError", "CatalogError", "ConfigError", "MemorySink", "MissingDependencyError", "Monitor", "MonitorConfig",
-    "OtelTrainError", "Sink", "Snapshot", "__version__", "attach",
+    "OtelTrainError", "OtlpSink", "Sink", "Snapshot", "__version__", "attach",
 ]  # fmt: skip
 
 

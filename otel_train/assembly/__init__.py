@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from otel_train.assembly.coverage import CoverageWatch
@@ -51,6 +51,8 @@ class RunFacts:
     warmup_steps: int | None
     peak_flops: float | None
     peak_flops_source: str
+    started_at: float
+    """Unix time at which counting began."""
     parts: tuple[str, ...]
     """Names of the monitor's parts, whose cost and errors are counted."""
     measured: tuple[str, ...] = ()
@@ -87,6 +89,8 @@ class LiveState:
     monitor_errors: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     """Accelerator memory by the names of its metrics; empty on the CPU."""
+    reported: Sequence[Sample] = ()
+    """What sinks say of themselves."""
 
 
 @dataclass(slots=True)
@@ -291,10 +295,11 @@ class Assembler:
                 self._loss_samples(),
                 self._throughput_samples(live),
                 self._monitor_samples(live),
+                live.reported,
             )
         )
         ordered = tuple(sample for spec in CATALOG.values() for part in (fresh, self._sampled) for sample in part.get(spec, ()))
-        return Snapshot(self._facts.base_labels, now, ordered)
+        return Snapshot(self._facts.base_labels, now, ordered, self._facts.started_at)
 
     def _update_mode(self) -> str:
         mode, turns = self._facts.update_mode, self._coverage.update_turns

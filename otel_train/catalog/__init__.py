@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
-from otel_train.catalog import activations, gradients, loss, monitor, parameters, run, throughput, updates
+from otel_train.catalog import activations, gradients, loss, monitor, otlp, parameters, run, throughput, updates
 from otel_train.catalog.spec import BASE_LABELS, LAYER_LABELS, SITE_LABELS, Instrument, MetricSpec, Reduction
 from otel_train.errors import CatalogError
 
-FAMILIES: tuple[ModuleType, ...] = (run, loss, gradients, parameters, updates, activations, throughput, monitor)
+FAMILIES: tuple[ModuleType, ...] = (run, loss, gradients, parameters, updates, activations, throughput, monitor, otlp)
 
 
 def specs_of(family: ModuleType) -> list[MetricSpec]:

@@ -5,11 +5,17 @@ A sink that users write has the two methods of `Sink`; it is called by the monit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from otel_train.errors import ConfigError
-from otel_train.snapshot import Snapshot
+from otel_train.errors import ConfigError, OtelTrainError
+from otel_train.sinks.otlp import OtlpSink
+from otel_train.sinks.otlp.settings import is_asked_for
+from otel_train.snapshot import Sample, Snapshot
+
+_LOG = logging.getLogger("otel_train")
 
 
 @runtime_checkable
@@ -24,6 +30,45 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Let go of everything; called once."""
+
+
+@runtime_checkable
+class ReportingSink(Protocol):
+    """A sink with a thread of its own, which says what it did and what it cost."""
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time that its thread took."""
+
+    def report(self) -> Iterable[Sample]:
+        """Return series of its own, which the next Snapshot carries."""
+
+
+def reports_of(sinks: Sequence[Sink]) -> Iterator[Sample]:
+    """Yield what sinks say of themselves."""
+    for sink in sinks:
+        if isinstance(sink, ReportingSink):
+            yield from sink.report()
+
+
+def cpu_seconds_of(sinks: Sequence[Sink]) -> float:
+    """Return the processor time that sinks took in threads of their own."""
+    return sum(sink.cpu_seconds for sink in sinks if isinstance(sink, ReportingSink))
+
+
+def find_sinks(sinks: object) -> list[Sink]:
+    """Return the sinks that a user gave, and one that pushes over OTLP where OpenTelemetry's variables ask for it.
+
+    Raises:
+        ConfigError: Something among them is no sink.
+    """
+    found = check_sinks(sinks)
+    if is_asked_for(os.environ) and not any(isinstance(sink, OtlpSink) for sink in found):
+        try:
+            found.append(OtlpSink())
+        except OtelTrainError as error:  # a variable may be meant for others: it does not end the training
+            _LOG.warning("nothing is pushed over OTLP: %s", error)
+    return found
 
 
 def check_sinks(sinks: object) -> list[Sink]:

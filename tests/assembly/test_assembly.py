@@ -27,6 +27,7 @@ from otel_train.snapshot import HistogramValue, Snapshot
 
 PACE = Pace.regular(10)
 FACTS = RunFacts(
+    started_at=0.0,
     base_labels=(("run", "r"), ("rank", "0")), model="GPT", world_size=1, torch_version="2", version="0", update_mode="sampled",
     device="cpu", device_uuid="", local_rank=0, host="h", planned_steps=100, warmup_steps=10, peak_flops=1e6,
     peak_flops_source="given", parts=("loop", "export"),
