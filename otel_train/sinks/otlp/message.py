@@ -163,16 +163,21 @@ def halves(message: Message) -> tuple[Message, Message]:
     return _part(message.body, 0, middle), _part(message.body, middle, message.points)
 
 
+def _points_of(metric: Metric) -> Any:
+    return getattr(metric, str(metric.WhichOneof("data"))).data_points
+
+
 def _part(body: bytes, start: int, stop: int) -> Message:
     request = ExportMetricsServiceRequest.FromString(body)
     at = 0
     for scope in (scope for of_resource in request.resource_metrics for scope in of_resource.scope_metrics):
         for metric in scope.metrics:
-            points = getattr(metric, str(metric.WhichOneof("data"))).data_points
+            points = _points_of(metric)
             size, first, last = len(points), max(start - at, 0), max(stop - at, 0)
             del points[last:]
             del points[:first]
             at += size
-        kept = [metric for metric in scope.metrics if getattr(metric, str(metric.WhichOneof("data"))).data_points]
-        scope.metrics[:] = kept
+        for index in reversed(range(len(scope.metrics))):
+            if not _points_of(scope.metrics[index]):
+                del scope.metrics[index]
     return Message(request.SerializeToString(), stop - start)

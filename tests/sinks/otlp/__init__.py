@@ -1,0 +1,1 @@
+"""Pushes over OTLP."""
