@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 
 from opentelemetry.sdk.resources import (
     OsResourceDetector,
+    OTELResourceDetector,
     ProcessResourceDetector,
     Resource,
     ResourceDetector,
@@ -21,23 +23,16 @@ _PRIVATE = {"process.command", "process.command_args", "process.command_line"}
 
 
 def make_resource() -> Resource:
-    """Return the resource of this process.
+    """Return the resource of one monitor in this process.
 
-    OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and OTEL_EXPERIMENTAL_RESOURCE_DETECTORS win over what is found here. One process is
-    one ``service.instance.id``, which Prometheus takes as ``instance``: ranks must not share it.
+    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over what is found here; OTEL_EXPERIMENTAL_RESOURCE_DETECTORS adds to it. One
+    monitor is one ``service.instance.id``, which Prometheus takes as ``instance``: ranks and models must not share it.
     """
-    found = get_aggregated_resources(_DETECTORS)
-    own: dict[str, str] = {
+    found = {name: value for name, value in get_aggregated_resources(_DETECTORS).attributes.items() if name not in _PRIVATE}
+    own = {
         "service.name": "otel-train",
         "service.version": __version__,
         "service.instance.id": str(uuid.UUID(bytes=os.urandom(16), version=4)),  # the user's random streams do not move
-        "host.name": os.uname().nodename if hasattr(os, "uname") else os.environ.get("COMPUTERNAME", "unknown"),
     }
-    public = {name: value for name, value in found.attributes.items() if name not in _PRIVATE}
-    told = {name: value for name, value in Resource.create().attributes.items() if name not in own or _is_told(name, value)}
-    return Resource({**public, **own, **told})
-
-
-def _is_told(name: str, value: object) -> bool:
-    """Say whether an attribute comes from the user, and is not what the SDK says when it knows nothing."""
-    return name != "service.name" or not str(value).startswith("unknown_service")
+    told = OTELResourceDetector().detect().attributes
+    return Resource({"host.name": socket.gethostname(), **found, **Resource.create().attributes, **own, **told})
