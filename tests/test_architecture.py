@@ -132,7 +132,8 @@ def test_every_metric_of_the_catalog_has_a_producer() -> None:
     from otel_train.catalog import FAMILIES
     from otel_train.catalog.spec import MetricSpec
 
-    source = "\n".join(path.read_text() for path in sorted((PACKAGE / "assembly").glob("*.py")))
+    files = [*(PACKAGE / "assembly").glob("*.py"), *(PACKAGE / "sinks").glob("*/*.py")]
+    source = "\n".join(path.read_text() for path in sorted(files))
     names = [name for family in FAMILIES for name, value in vars(family).items() if isinstance(value, MetricSpec)]
     assert [name for name in names if f".{name}" not in source] == []
 

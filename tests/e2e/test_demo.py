@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from otel_train.catalog import CATALOG, Instrument, activations, gradients, loss, parameters, throughput, updates
+from otel_train.catalog import CATALOG, Instrument, activations, gradients, loss, otlp, parameters, specs_of, throughput, updates
 from tests.servers import VERSIONS, Prometheus, Version, find_program, free_port, get, prometheus, stop
 
 NOT_IN_THE_DEMO = {
@@ -26,6 +26,7 @@ NOT_IN_THE_DEMO = {
     parameters.LOCAL_LAYER_PARAM_NORM.prometheus_name: "there is one rank",
     gradients.LOCAL_LAYER_GRAD_NORM.prometheus_name: "there is one rank",
     updates.LOCAL_LAYER_UPDATE_RATIO.prometheus_name: "there is one rank",
+    **{spec.prometheus_name: "nothing is pushed" for spec in specs_of(otlp)},
 }
 ROOT = Path(__file__).parent.parent.parent
 

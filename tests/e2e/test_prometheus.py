@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from otel_train.catalog import CATALOG, Instrument, gradients, parameters, throughput, updates
+from otel_train.catalog import CATALOG, Instrument, gradients, otlp, parameters, specs_of, throughput, updates
 from tests.servers import FULL_TRAINING, VERSIONS, Prometheus, Series, Training, Version, prometheus, training, wait_until
 
 NOT_HERE = {
@@ -22,6 +22,7 @@ NOT_HERE = {
     parameters.LOCAL_LAYER_PARAM_NORM.prometheus_name: "there is one rank",
     gradients.LOCAL_LAYER_GRAD_NORM.prometheus_name: "there is one rank",
     updates.LOCAL_LAYER_UPDATE_RATIO.prometheus_name: "there is one rank",
+    **{spec.prometheus_name: "nothing is pushed" for spec in specs_of(otlp)},
 }
 """All else applies: the training gives its loss scale, FLOPs and peak, stays in its warmup, clips and evaluates."""
 ENDINGS = {"close": 0, "close_and_die": 0, "close_and_live_on": 0, "raise": 1, "sys_exit": 3}
