@@ -21,11 +21,13 @@ class Exponential:
     """Elements a bucket, from the first on; the last holds what is larger too."""
     total: float
     """Sum of the values."""
+    negative: tuple[int, ...] = ()
+    """Elements below zero, by size in the same buckets; none where only sizes were counted."""
 
     @property
     def count(self) -> int:
         """Number of all elements."""
-        return self.zero_count + sum(self.positive)
+        return self.zero_count + sum(self.positive) + sum(self.negative)
 
 
 @dataclass(frozen=True, slots=True)

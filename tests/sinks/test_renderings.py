@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from otel_train.sinks import page, renderings
-from otel_train.sinks.exposition import Format, Piece, Renderer
+from otel_train.sinks.exposition import Piece, Renderer
+from otel_train.sinks.negotiation import Format
 from otel_train.sinks.renderings import Renderings
 from otel_train.snapshot import Snapshot
 from tests.sinks.test_exposition import many_series
