@@ -96,7 +96,7 @@ class _Metric:
             value = sample.value
             if isinstance(value, HistogramValue):
                 upto = self._cumulation.of(value)
-                numbers += (*upto, upto[-1], value.total)
+                numbers += (*upto, upto[-1], value.total) if sample.spec.has_sum else upto
             else:
                 numbers.append(value)
         return numbers
@@ -110,8 +110,9 @@ def _lines(spec: MetricSpec) -> Iterator[tuple[str, dict[str, str]]]:
         return
     for bound in (*map(repr, spec.bounds), "+Inf"):
         yield f"{name}_bucket", {"le": bound}
-    yield f"{name}_count", {}
-    yield f"{name}_sum", {}
+    if spec.has_sum:
+        yield f"{name}_count", {}
+        yield f"{name}_sum", {}
 
 
 def _line_template(name: str, constant: dict[str, str], varying: list[str]) -> str:

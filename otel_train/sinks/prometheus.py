@@ -50,8 +50,9 @@ def _add_histogram(metric: Metric, spec: MetricSpec, labels: dict[str, str], val
     for bound, upto in buckets:
         metric.add_sample(f"{name}_bucket", {**labels, "le": repr(bound)}, upto)
     metric.add_sample(f"{name}_bucket", {**labels, "le": "+Inf"}, count)
-    metric.add_sample(f"{name}_count", labels, count)
-    metric.add_sample(f"{name}_sum", labels, value.total)
+    if spec.has_sum:
+        metric.add_sample(f"{name}_count", labels, count)
+        metric.add_sample(f"{name}_sum", labels, value.total)
 
 
 class PrometheusSink:
