@@ -58,7 +58,8 @@ class _Block:
 class _Metric:
     """A metric's head and blocks, as far as they stay the same."""
 
-    def __init__(self, spec: MetricSpec, base_labels: dict[str, str]) -> None:
+    def __init__(self, spec: MetricSpec, base_labels: dict[str, str], started_at: float) -> None:
+        del started_at  # OpenMetrics' _created would be a series of its own to Prometheus
         self._cumulation = Cumulation(spec.bounds)
         self._heads = {text_format: _head(spec, text_format).encode() for text_format in TEXT_FORMATS}
         names = sorted(spec.labels)

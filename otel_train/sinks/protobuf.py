@@ -6,6 +6,7 @@ takes what it is set to. The numbers of fields are those of client_model's ``met
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,6 +37,8 @@ _FAMILY_NAME, _FAMILY_HELP, _FAMILY_TYPE, _FAMILY_METRIC, _FAMILY_UNIT = 1, 2, 3
 _METRIC_LABEL, _METRIC_GAUGE, _METRIC_COUNTER, _METRIC_HISTOGRAM = 1, 2, 3, 7
 _LABEL_NAME, _LABEL_VALUE = 1, 2
 _NUMBER_VALUE = 1
+_COUNTER_CREATED, _HISTOGRAM_CREATED = 3, 15
+_SECONDS, _NANOS = 1, 2
 _COUNT, _SUM, _BUCKET, _SCHEMA, _ZERO_THRESHOLD, _ZERO_COUNT = 1, 2, 3, 5, 6, 7
 _NEGATIVE, _POSITIVE = (9, 10), (12, 13)
 """Fields of the spans and of the counts."""
@@ -78,9 +81,10 @@ class Renderer(SnapshotRenderer[Piece]):
 class _Metric:
     """A metric's head and the labels of its series, as far as they stay the same."""
 
-    def __init__(self, spec: MetricSpec, base_labels: dict[str, str]) -> None:
+    def __init__(self, spec: MetricSpec, base_labels: dict[str, str], started_at: float) -> None:
         self._spec, self._base_labels = spec, base_labels
         self._family = _family(spec)
+        self._created = _timestamp(started_at) if started_at else b""
         self._cumulation = Cumulation(spec.bounds)
         self._bounds = tuple(double(_BUCKET_BOUND, bound) for bound in spec.bounds)
         self._starts: dict[tuple[str, ...], bytes] = {}
@@ -107,13 +111,18 @@ class _Metric:
         encoded = b"".join(delimited(_METRIC_LABEL, text(_LABEL_NAME, name) + text(_LABEL_VALUE, value)) for name, value in pairs)
         if self._spec.bounds:
             return encoded
-        field = _METRIC_COUNTER if self._spec.instrument is Instrument.COUNTER else _METRIC_GAUGE
-        whole = delimited(_FAMILY_METRIC, encoded + delimited(field, double(_NUMBER_VALUE, 0.0)))
-        return whole[:-_DOUBLE_BYTES]
+        if self._spec.instrument is Instrument.COUNTER:
+            number = delimited(_METRIC_COUNTER, self._field_of_created(_COUNTER_CREATED) + double(_NUMBER_VALUE, 0.0))
+        else:
+            number = delimited(_METRIC_GAUGE, double(_NUMBER_VALUE, 0.0))
+        return delimited(_FAMILY_METRIC, encoded + number)[:-_DOUBLE_BYTES]
+
+    def _field_of_created(self, field: int) -> bytes:
+        return delimited(field, self._created) if self._created else b""
 
     def _histogram(self, value: HistogramValue) -> bytes:
         *upto, count = self._cumulation.of(value)
-        parts = [integer(_COUNT, count), double(_SUM, value.total)]
+        parts = [self._field_of_created(_HISTOGRAM_CREATED), integer(_COUNT, count), double(_SUM, value.total)]
         for number, bound in zip(upto, self._bounds, strict=True):
             written = varint(number)
             parts += (_BUCKET_STARTS[len(written)], written, bound)
@@ -141,6 +150,11 @@ def _counts(fields: tuple[int, int], first: int, counts: Sequence[int]) -> bytes
     span = signed(_SPAN_OFFSET, first + filled[0]) + integer(_SPAN_LENGTH, len(counts))
     differences = map(sub, counts, (0, *counts))
     return delimited(fields[0], span) + delimited(fields[1], signed_varints(differences))
+
+
+def _timestamp(seconds: float) -> bytes:
+    part, whole = math.modf(seconds)
+    return integer(_SECONDS, int(whole)) + integer(_NANOS, round(part * 1e9))
 
 
 def _family(spec: MetricSpec) -> bytes:

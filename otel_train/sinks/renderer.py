@@ -24,22 +24,24 @@ class SnapshotRenderer(Generic[Piece_co]):
     """Renders one Snapshot after another; keeps what they have in common, and nothing of series that are gone.
 
     Args:
-        metric: Makes what renders a metric, of its definition and the labels of every series.
+        metric: Makes what renders a metric, of its definition and what is the same in all Snapshots of a run: the labels of every
+            series, and the time at which counting began.
     """
 
-    def __init__(self, metric: Callable[[MetricSpec, dict[str, str]], Metric[Piece_co]]) -> None:
+    def __init__(self, metric: Callable[[MetricSpec, dict[str, str], float], Metric[Piece_co]]) -> None:
         self._metric = metric
-        self._base_labels: tuple[tuple[str, str], ...] = ()
+        self._common: tuple[tuple[tuple[str, str], ...], float] = (), 0.0
         self._metrics: dict[str, Metric[Piece_co]] = {}
 
     def pieces(self, snapshot: Snapshot) -> Iterator[Piece_co]:
         """Yield the Snapshot's series, a little at a time, so that the caller can let other threads run in between."""
-        if snapshot.base_labels != self._base_labels:
-            self._base_labels, self._metrics = snapshot.base_labels, {}
+        common = snapshot.base_labels, snapshot.started_at
+        if common != self._common:
+            self._common, self._metrics = common, {}
         known, self._metrics = self._metrics, {}
         for spec, samples in groupby(snapshot.samples, key=attrgetter("spec")):
             name = spec.prometheus_name
-            self._metrics[name] = metric = known.get(name) or self._metric(spec, dict(self._base_labels))
+            self._metrics[name] = metric = known.get(name) or self._metric(spec, dict(common[0]), common[1])
             yield from metric.pieces(list(samples))
 
 
