@@ -91,6 +91,8 @@ class MonitorConfig:
     """True: every activation module; False: none; patterns (``blocks.*.act``): the modules whose path matches."""
     histograms: Literal["block", "layer", "off"] = field(default="block", metadata=_reads(str))
     """Gradient magnitude histograms: one a block, one a layer, or none."""
+    signed_histograms: bool = field(default=False, metadata=_reads(_boolean))
+    """Histograms of gradients by signed value too, of the same elements."""
     layers_on: Literal["owner", "all"] = field(default="owner", metadata=_reads(str))
     """Which ranks export layers: each layer's owner, reduced over the ranks, or every rank its own shards as well."""
     rank_timeout: float = field(default=30.0, metadata=_reads(float))
@@ -134,6 +136,7 @@ class MonitorConfig:
         self._check_text("host")
         self._check_text("run", optional=True)
         self._check_choice("histograms", ("block", "layer", "off"))
+        self._check_signed_histograms()
         self._check_choice("updates", ("sampled", "exact", "off"))
         if not callable(self.layers):
             self._check_choice("layers", ("module", "block", "parameter"), "a callable")
@@ -172,6 +175,13 @@ class MonitorConfig:
         if getattr(self, name) not in choices:
             words = [repr(choice) for choice in choices] + ([also] if also else [])
             self._refuse(name, ", ".join(words[:-1]) + " or " + words[-1])
+
+    def _check_signed_histograms(self) -> None:
+        value: object = self.signed_histograms
+        if not isinstance(value, bool):
+            self._refuse("signed_histograms", "True or False")
+        if value and self.histograms == "off":
+            self._refuse("signed_histograms", "False where histograms are 'off'")
 
     def _check_kinds(self) -> None:
         if type(self.kinds) is not tuple or not self.kinds or any(kind not in KINDS for kind in self.kinds):

@@ -40,6 +40,8 @@ class MonitoredParameter:
     layer: Layer | None
     """None where its kind, or the budget, leaves it without series; it still counts towards global values."""
     histogram: Layer | None
+    signed: bool = False
+    """Whether its histogram is one of signed values too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ def _monitored(
     histogram = None
     if config.histograms != "off" and found.kind in ("matrix", "embedding"):
         histogram = own if config.histograms == "layer" else layer(block_of(found.module))
-    return MonitoredParameter(found.tensor, found.name, found.kind, own, histogram)
+    return MonitoredParameter(found.tensor, found.name, found.kind, own, histogram, config.signed_histograms)
 
 
 def _depths(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from otel_train.budget import Pace
@@ -28,6 +28,29 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Signs:
+    """What a histogram of values needs beside one of their sizes; standing for all elements."""
+
+    negatives: tuple[float, ...]
+    """Negative elements by magnitude, from the second bin of ParameterSums.magnitudes on."""
+    powers: tuple[float, ...]
+    """Negative elements that are exactly the upper bound of a bin, from the first bin on."""
+    total: float
+    """Sum of the finite elements."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Signs:
+        """Take them apart that stand one after another."""
+        half = len(numbers) // 2
+        return cls(tuple(numbers[:half]), tuple(numbers[half:-1]), numbers[-1])
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of them, one after another."""
+        return (*self.negatives, *self.powers, self.total)
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterSums:
     """What a sampled step measured of one parameter: sums, so that parameters combine to layers by adding."""
 
@@ -49,6 +72,8 @@ class ParameterSums:
     """Elements by magnitude, one count a bin of MAGNITUDE_EXPONENTS and one for what is larger; standing for all elements."""
     magnitude_sum: float = 0.0
     """Sum of absolute values of the finite elements, standing for all elements."""
+    signs: Signs | None = None
+    """Of the elements that magnitudes count; None where signs are not counted."""
     partial_gradient: tuple[float, ...] | None = None
     """The gradient's elements, where each rank holds a summand of every one: sums of squares mean nothing before they are added."""
 
@@ -72,7 +97,8 @@ class ParameterReading:
     def counted(self) -> ParameterReading:
         """Return the reading as counters have taken it: without what they would add up again."""
         return replace(
-            self, sums=replace(self.sums, nonfinite_gradients=0, nonfinite_weights=0, magnitudes=None, magnitude_sum=0.0)
+            self,
+            sums=replace(self.sums, nonfinite_gradients=0, nonfinite_weights=0, magnitudes=None, magnitude_sum=0.0, signs=None),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from dataclasses import dataclass
 
 from otel_train.catalog import MetricSpec
@@ -21,11 +22,13 @@ class Exponential:
     """Elements a bucket, from the first on; the last holds what is larger too."""
     total: float
     """Sum of the values."""
+    negative: tuple[int, ...] = ()
+    """Elements below zero, by size in the same buckets; none where only sizes were counted."""
 
     @property
     def count(self) -> int:
         """Number of all elements."""
-        return self.zero_count + sum(self.positive)
+        return self.zero_count + sum(self.positive) + sum(self.negative)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class HistogramValue:
     """Elements in (previous bound, bound], one count a bound and one for what is larger; not cumulated over bounds."""
     total: float
     """Sum of the values."""
+    negative: tuple[int, ...] = ()
+    """Elements below zero as ``Exponential`` has them, which has exact powers of two in other buckets than ``counts``."""
 
     def cumulated(self, bounds: tuple[float, ...]) -> tuple[list[tuple[float, int]], int]:
         """Return (bound, number of elements up to it) for each of `bounds`, and the number of all elements.
@@ -51,9 +56,11 @@ class HistogramValue:
         return [(bound, upto[bound]) for bound in bounds], running + self.counts[-1]
 
     def exponential(self) -> Exponential:
-        """Return it by powers of two; its bounds must be successive ones, as those of an exponential metric are."""
-        smallest = self.bounds[0]
-        return Exponential(smallest, self.counts[0], math.frexp(smallest)[1], self.counts[1:], self.total)
+        """Return it by powers of two; its positive bounds must be successive ones, as those of an exponential metric are."""
+        middle = bisect(self.bounds, 0.0)
+        smallest, positive = self.bounds[middle], self.counts[middle + 1 :]
+        zeros = sum(self.counts) - sum(positive) - sum(self.negative)
+        return Exponential(smallest, zeros, math.frexp(smallest)[1], positive, self.total, self.negative)
 
 
 @dataclass(frozen=True, slots=True)

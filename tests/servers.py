@@ -77,9 +77,10 @@ class Prometheus:
         version: Which one.
         folder: An empty folder for its configuration, data and log.
         config: The text of its configuration.
+        features: What is on beyond the version's usual.
     """
 
-    def __init__(self, version: Version, folder: Path, config: str) -> None:
+    def __init__(self, version: Version, folder: Path, config: str, features: Sequence[str] = ()) -> None:
         self.port = free_port()
         self._log = folder / "prometheus.log"
         (folder / "prometheus.yml").write_text(config)
@@ -90,6 +91,7 @@ class Prometheus:
                     f"--config.file={folder / 'prometheus.yml'}",
                     f"--storage.tsdb.path={folder / 'data'}",
                     f"--web.listen-address=127.0.0.1:{self.port}",
+                    *(f"--enable-feature={feature}" for feature in features),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -108,11 +110,16 @@ class Prometheus:
         return False
 
     def query(self, expression: str) -> list[Series]:
-        """Return the answer of an instant query."""
+        """Return the answer of an instant query; series that are native histograms have no number."""
+        return [Series(entry["metric"], float(entry["value"][1])) for entry in self.ask(expression)]
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """Return the answer of an instant query as the server gives it."""
         parameters = urllib.parse.urlencode({"query": expression})
         answer: dict[str, Any] = json.loads(get(f"http://127.0.0.1:{self.port}/api/v1/query?{parameters}", timeout=10))
         assert answer["status"] == "success", answer
-        return [Series(entry["metric"], float(entry["value"][1])) for entry in answer["data"]["result"]]
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
 
     def stop(self) -> None:
         """End it."""
@@ -131,12 +138,23 @@ def stop(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def prometheus(version: Version, jobs: dict[str, int], scrape_interval: str = "1s") -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes ports of 127.0.0.1, given by job."""
+def prometheus(
+    version: Version, jobs: dict[str, int], scrape_interval: str = "1s", features: Sequence[str] = (), settings: str = ""
+) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes ports of 127.0.0.1, given by job.
+
+    Args:
+        version: Which one.
+        jobs: Ports by job.
+        scrape_interval: As in its configuration.
+        features: What is on beyond the version's usual.
+        settings: More of the configuration of each job, as `name: value`.
+    """
     lines = [f"global: {{scrape_interval: {scrape_interval}, scrape_timeout: {scrape_interval}}}", "scrape_configs:"]
-    lines += [f"- {{job_name: {job}, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}}" for job, port in jobs.items()]
+    more = f", {settings}" if settings else ""
+    lines += [f"- {{job_name: {job}, static_configs: [{{targets: ['127.0.0.1:{port}']}}]{more}}}" for job, port in jobs.items()]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        server = Prometheus(version, Path(folder), "\n".join(lines) + "\n")
+        server = Prometheus(version, Path(folder), "\n".join(lines) + "\n", features)
         try:
             server.wait_ready()
             yield server

@@ -35,6 +35,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"activations": 3}, "activations: expected True, False or patterns"),
     ({"activations": ()}, "activations: expected True, False or patterns"),
     ({"histograms": True}, "histograms: expected 'block', 'layer' or 'off'"),
+    ({"signed_histograms": "yes"}, "signed_histograms: expected True or False, got 'yes'"),
+    ({"signed_histograms": True, "histograms": "off"}, "signed_histograms: expected False where histograms are 'off', got True"),
     ({"updates": "all"}, "updates: expected 'sampled', 'exact' or 'off'"),
     ({"planned_steps": 0}, "planned_steps: expected an integer of at least 1 or None"),
     ({"warmup_steps": -1}, "warmup_steps: expected an integer of at least 0 or None"),
@@ -75,7 +77,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
     texts = {
         "run": "r", "every_n_steps": "5", "host": "::1", "port": "0", "layers": "block", "max_layers": "9",
         "kinds": "matrix, vector",
-        "activations": "blocks.*.act,head", "histograms": "off", "updates": "exact", "planned_steps": "100", "warmup_steps": "none",
+        "activations": "blocks.*.act,head", "histograms": "layer", "signed_histograms": "1", "updates": "exact", "planned_steps": "100", "warmup_steps": "none",
         "flops_per_token": "6e6", "peak_flops": "1e12", "labels": "team=a,user=b", "handle_sigterm": "yes",
         "layers_on": "all", "rank_timeout": "2.5", "update_memory_mb": "128", "max_overhead": "0.05",
     }  # fmt: skip
@@ -83,7 +85,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
     found = make_config(None, {}, {f"OTEL_TRAIN_{name.upper()}": text for name, text in texts.items()})
     assert found == MonitorConfig(
         run="r", every_n_steps=5, host="::1", port=0, layers="block", max_layers=9, kinds=("matrix", "vector"),
-        activations=("blocks.*.act", "head"), histograms="off", updates="exact", planned_steps=100, warmup_steps=None,
+        activations=("blocks.*.act", "head"), histograms="layer", signed_histograms=True, updates="exact", planned_steps=100, warmup_steps=None,
         flops_per_token=6e6, peak_flops=1e12, labels={"team": "a", "user": "b"}, handle_sigterm=True,
         layers_on="all", rank_timeout=2.5, update_memory_mb=128.0, max_overhead=0.05,
     )  # fmt: skip

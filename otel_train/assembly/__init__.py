@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from otel_train.assembly.coverage import CoverageWatch
+from otel_train.assembly.histograms import GradientHistograms, Histogram
 from otel_train.assembly.layer import local_samples_of, root, run_samples_of, run_sums, samples_of
 from otel_train.assembly.schedule import SchedulePeak
 from otel_train.assembly.state import RunState
 from otel_train.budget import Pace
-from otel_train.catalog import CATALOG, LAYER_LABELS, MetricSpec, gradients, loss, monitor, parameters, run, throughput
+from otel_train.catalog import CATALOG, LAYER_LABELS, Instrument, MetricSpec, gradients, loss, monitor, parameters, run, throughput
 from otel_train.detect.spikes import Smoothed, SpikeDetector, schedule_phase
-from otel_train.records import MAGNITUDE_EXPONENTS, Coverage, Layer, MicroBatches, ParameterReading, RankSample, StepRecord
-from otel_train.snapshot import HistogramValue, Sample, Snapshot
+from otel_train.records import Coverage, MicroBatches, ParameterReading, RankSample, StepRecord
+from otel_train.snapshot import Sample, Snapshot
 
-_MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
 _DURATION_BOUNDS = throughput.STEP_DURATION.bounds
-_LAYER_GAUGES = sum(spec.labels == LAYER_LABELS for spec in CATALOG.values())
+_LAYER_GAUGES = sum(spec.labels == LAYER_LABELS and spec.instrument is Instrument.GAUGE for spec in CATALOG.values())
 _RATED = 1000
 """Steps at most that rates are averaged over: from one sample to the next, so that own cost is in it as it is in the training."""
 _PHASES = ("warmup", "peak", "main")
@@ -94,17 +94,6 @@ class LiveState:
 
 
 @dataclass(slots=True)
-class _Histogram:
-    counts: list[float]
-    total: float = 0.0
-
-    def value(self, bounds: tuple[float, ...]) -> HistogramValue:
-        # Rounded after cumulating, so that buckets stay monotone; sampled elements stand for fractions of elements.
-        upto = [round(c) for c in itertools.accumulate(self.counts)]
-        return HistogramValue(bounds, tuple(b - a for a, b in zip([0, *upto], upto, strict=False)), self.total)
-
-
-@dataclass(slots=True)
 class _Waiting:
     """What the micro-batches of the step under way add up to."""
 
@@ -140,7 +129,7 @@ class Assembler:
         self._counts: Counter[MetricSpec] = Counter()
         self._model_flops: float | None = None
         self._seconds: defaultdict[MetricSpec, float] = defaultdict(float)
-        self._durations = _Histogram([0.0] * (len(_DURATION_BOUNDS) + 1))
+        self._durations = Histogram(_DURATION_BOUNDS)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATED)
         self._waiting = _Waiting()
         self._loss: float | None = None
@@ -152,7 +141,7 @@ class Assembler:
         self._spikes: Counter[tuple[MetricSpec, str]] = Counter()
         self._nonfinite: Counter[str] = Counter()
         self._layer_nonfinite: Counter[tuple[str, int, str]] = Counter()
-        self._magnitudes: dict[Layer, _Histogram] = {}
+        self._histograms = GradientHistograms()
         self._coverage = Coverage(0, 0, (), ())
         self._watch = CoverageWatch()
         self._peaks: defaultdict[tuple[str, str], SchedulePeak] = defaultdict(SchedulePeak)
@@ -264,10 +253,7 @@ class Assembler:
             self._look_for_spike(root(sample.run.gradient_squared))
         for reading in sample.parameters:
             self._add_nonfinite(reading)
-            if reading.histogram is not None and reading.sums.magnitudes is not None:
-                bins = self._magnitudes.setdefault(reading.histogram, _Histogram([0.0] * len(reading.sums.magnitudes)))
-                bins.counts = [a + b for a, b in zip(bins.counts, reading.sums.magnitudes, strict=True)]
-                bins.total += reading.sums.magnitude_sum
+            self._histograms.add(reading)
         for site in sample.activations:
             self._nonfinite["activation"] += int(site.nonfinite)
             self._layer_nonfinite[site.layer, site.depth, "activation"] += int(site.nonfinite)
@@ -275,7 +261,7 @@ class Assembler:
         of_shards = local_samples_of(taken.local.shown) if taken.local is not None else ()
         if taken.local_weight_squared is not None:
             of_shards = (Sample(parameters.LOCAL_PARAM_NORM, (), root(taken.local_weight_squared)), *of_shards)
-        self._sampled = _by_metric(itertools.chain(of_run, samples_of(sample.shown), of_shards, self._histogram_samples()))
+        self._sampled = _by_metric(itertools.chain(of_run, samples_of(sample.shown), of_shards, self._histograms.samples()))
 
     def _add_nonfinite(self, reading: ParameterReading) -> None:
         for source, count in (
@@ -364,12 +350,8 @@ class Assembler:
         for (layer, depth, source), count in self._layer_nonfinite.items():
             yield Sample(loss.LAYER_NONFINITE, (layer, str(depth), source), count)
 
-    def _histogram_samples(self) -> Iterator[Sample]:
-        for layer, bins in self._magnitudes.items():
-            yield Sample(gradients.LAYER_GRAD_MAGNITUDE, layer.labels, bins.value(_MAGNITUDE_BOUNDS))
-
     def _throughput_samples(self, live: LiveState) -> Iterator[Sample]:
-        yield Sample(throughput.STEP_DURATION, (), self._durations.value(_DURATION_BOUNDS))
+        yield Sample(throughput.STEP_DURATION, (), self._durations.value())
         yield Sample(throughput.DATA_WAIT_SECONDS, (), self._seconds[throughput.DATA_WAIT_SECONDS])
         if self._seconds[throughput.FORWARD_SECONDS] and self._facts.forward_is_own:
             yield Sample(throughput.FORWARD_SECONDS, (), self._seconds[throughput.FORWARD_SECONDS])

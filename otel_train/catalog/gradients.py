@@ -4,6 +4,8 @@ from otel_train.catalog.spec import LAYER_LABELS, Reduction, counter, gauge, his
 
 MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in range(-40, 9, 2))
 """Every second power of two from 1e-12 to 256: 25 buckets and +Inf."""
+VALUE_BOUNDS = (*(-bound for bound in reversed(MAGNITUDE_BOUNDS)), *MAGNITUDE_BOUNDS)
+"""The same on both sides of zero, what is smaller in one bucket: 50 buckets and +Inf."""
 
 GRAD_NORM = gauge(
     "otel_train.grad_norm",
@@ -55,6 +57,16 @@ LAYER_GRAD_MAGNITUDE = histogram(
     reduction=Reduction.SUM,
     note="Cumulative over sampled steps. Sampled elements stand for all of their tensor. One histogram a block by default; "
     "matrices and embeddings only. NaN is not counted here but in `otel_train_layer_nonfinite_total`.",
+)
+LAYER_GRAD_VALUE = histogram(
+    "otel_train.layer.grad_value",
+    "Gradient elements by value.",
+    VALUE_BOUNDS,
+    exponential=True,
+    labels=LAYER_LABELS,
+    reduction=Reduction.SUM,
+    note="With `signed_histograms=True`. Of the elements that `otel_train_layer_grad_magnitude` counts. The text formats have no "
+    "`_sum` and no `_count` of it: OpenMetrics forbids a sum where values can be below zero, since it is no counter.",
 )
 LOCAL_LAYER_GRAD_NORM = gauge(
     "otel_train.local_layer.grad_norm",

@@ -61,6 +61,11 @@ class MetricSpec:
     """Whether it is counted by powers of two, so that it goes as a native or exponential histogram where that is understood."""
     prometheus_name: str = field(init=False)
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether the text formats have sum and count of a histogram: no counters where values can be below zero."""
+        return bool(self.bounds) and self.bounds[0] >= 0
+
     def __hash__(self) -> int:
         """Hash the name alone, which no two specs share: hashing every field took half of what a Snapshot costs."""
         return hash(self.name)

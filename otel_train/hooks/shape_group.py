@@ -10,7 +10,7 @@ import torch
 
 from otel_train.layers import MonitoredParameter
 from otel_train.readout import peek
-from otel_train.records import ParameterReading, ParameterSums
+from otel_train.records import ParameterReading, ParameterSums, Signs
 from otel_train.sampling import Draw, Plan, Sampler, wide_dtype
 from otel_train.shards import is_partial, local, local_gradient
 from otel_train.stats import gradients, parameters, updates
@@ -43,6 +43,7 @@ class ShapeGroup:
         self._last = last
         self._draw: Draw | None = None  # of the sample under way
         self._counts_magnitudes = any(member.histogram is not None for member in members)
+        self._counts_signs = any(member.signed for member in members)
         self._reader: updates.SampledReader | None = None
         self._copies: list[torch.Tensor] = []
         self._row_norms: torch.Tensor | None = None
@@ -76,8 +77,11 @@ class ShapeGroup:
 
     def count_magnitudes(self) -> None:
         """Count the sampled magnitudes of the gradients."""
-        if self._samples is not None:
-            self._results["magnitudes"], self._samples = gradients.magnitudes(self._samples), None
+        samples, self._samples = self._samples, None
+        if samples is not None:
+            self._results["magnitudes"] = gradients.magnitudes(samples)
+        if samples is not None and self._counts_signs:
+            self._results["signs"] = gradients.signs(samples)
 
     def _is_partial(self) -> bool:
         return is_partial(self._members[0].tensor.grad)
@@ -172,7 +176,7 @@ class ShapeGroup:
     def _sums(self, index: int, row: dict[str, Sequence[float]]) -> ParameterSums:
         total, squared = row["gradient"]
         update = self._update(self._members[index].name, row.get("update"), row["weight"][0])
-        magnitudes, magnitude_sum = self._scaled_magnitudes(row.get("magnitudes"))
+        magnitudes, signs = self._standing_for_all(row.get("magnitudes")), self._standing_for_all(row.get("signs"))
         return ParameterSums(
             elements=self._plan.elements,
             gradient=total,
@@ -183,8 +187,9 @@ class ShapeGroup:
             update_squared=update.update_squared if update else None,
             changed=update.changed if update else None,
             update_relative_error=update.relative_error if update else 0.0,
-            magnitudes=magnitudes,
-            magnitude_sum=magnitude_sum,
+            magnitudes=magnitudes and magnitudes[: gradients.BINS],
+            magnitude_sum=magnitudes[gradients.BINS] if magnitudes else 0.0,
+            signs=Signs.of(signs) if signs else None,
             partial_gradient=tuple(row["partial"]) if "partial" in row else None,
         )
 
@@ -198,12 +203,12 @@ class ShapeGroup:
             return last
         return dataclasses.replace(last, update_squared=last.update_squared * weight_squared / then)
 
-    def _scaled_magnitudes(self, row: Sequence[float] | None) -> tuple[tuple[float, ...] | None, float]:
-        """Let the sampled elements stand for all of the tensor."""
+    def _standing_for_all(self, row: Sequence[float] | None) -> tuple[float, ...] | None:
+        """Return counts and sums of the sampled elements as if of all of the tensor."""
         if row is None:
-            return None, 0.0
+            return None
         factor = self._plan.elements / self._plan.magnitudes if self._plan.magnitudes else 0.0
-        return tuple(count * factor for count in row[: gradients.BINS]), row[gradients.BINS] * factor
+        return tuple(number * factor for number in row)
 
     def _nonfinite(self, index: int, what: str, total: float, counted: float) -> int:
         suspects = self._suspects[what]

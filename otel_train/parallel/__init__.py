@@ -230,6 +230,7 @@ class Ranks:
             depths={site.layer: site.depth for site in layer_map.sites},
             seconds=config.rank_timeout,
             everything=config.layers_on == "all",
+            signed=config.signed_histograms,
             horizon=horizon,
             guard=guard,
             deliver=deliver,

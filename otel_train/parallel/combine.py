@@ -24,13 +24,16 @@ from otel_train.records import (
     ParameterReading,
     ParameterSums,
     RunSums,
+    Signs,
 )
 
 _BINS = len(MAGNITUDE_EXPONENTS) + 1
 _PRESENT, _GRADIENT, _SQUARED, _WEIGHT, _BAD_GRADIENTS, _BAD_WEIGHTS = range(6)
 _MEASURED, _UPDATE, _UPDATED_WEIGHT, _CHANGED, _VARIANCE, _ELEMENTS, _PARTIAL, _COUNTED, _MAGNITUDES = range(6, 15)
 _ROW = _MAGNITUDES + _BINS + 1
-"""Numbers a parameter; the last are the magnitudes' counts and their sum."""
+"""Numbers a parameter; the last are the magnitudes' counts and their sum …"""
+_SIGNS = 2 * (_BINS - 1) + 1
+"""… and, where signs are counted, theirs."""
 _SITE = 10
 """Numbers an activation site."""
 _HEAD = 1
@@ -44,30 +47,35 @@ Depths = Mapping[str, int]
 """Depth of each layer that has activation sites."""
 
 
-def pack(layout: Layout, sample: LayerSample | None, wish: Agreement) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_length(*, signed: bool) -> int:
+    return _ROW + _SIGNS if signed else _ROW
+
+
+def pack(layout: Layout, sample: LayerSample | None, wish: Agreement, *, signed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what this rank adds, and of what the largest counts.
 
     Args:
         layout: This rank's place among the others.
         sample: What it measured; None where its step was skipped.
         wish: How often it would sample, and from which step on it can.
+        signed: Whether signs of gradients are counted.
 
     Returns:
         (n,) and (m,) fp64 on the host.
     """
-    table = layout.table
-    sums = torch.zeros(_HEAD + _ROW * len(table.contributors) + _SITE * table.sites, dtype=torch.float64)
+    table, length = layout.table, _row_length(signed=signed)
+    sums = torch.zeros(_HEAD + length * len(table.contributors) + _SITE * table.sites, dtype=torch.float64)
     largest = torch.full((table.sites + 2 * table.replica_sets + _TAIL,), -math.inf, dtype=torch.float64)
     pace = wish.pace
     largest[-_TAIL:] = torch.tensor([pace.every_n_steps, pace.histograms, pace.activations, wish.start], dtype=torch.float64)
     if sample is None:
         return sums, largest
     sums[0] = 1.0
-    rows = sums[_HEAD : _HEAD + _ROW * len(table.contributors)].view(-1, _ROW)
+    rows = sums[_HEAD : _HEAD + length * len(table.contributors)].view(-1, length)
     for reading in sample.parameters:
         row = layout.rows.get(reading.name)
         if row is not None and row.contributes:
-            rows[row.index] = torch.tensor(_numbers(reading.sums), dtype=torch.float64)
+            rows[row.index] = torch.tensor(_numbers(reading.sums)[:length], dtype=torch.float64)
     sites = sums[_HEAD + rows.numel() :].view(-1, _SITE)
     for site in sample.activations:
         place = layout.sites.get(site_key(site.layer, site.site))
@@ -109,6 +117,7 @@ def _numbers(sums: ParameterSums) -> list[float]:
         float(counted),
         *(sums.magnitudes or [0.0] * _BINS),
         sums.magnitude_sum,
+        *(sums.signs.numbers if sums.signs is not None else [0.0] * _SIGNS),
     ]
 
 
@@ -138,12 +147,14 @@ class Combined:
         layout: This rank's place among the others.
         sums: The first vector of ``pack``, added up over the ranks.
         largest: The second one's largest elements.
+        signed: As given to ``pack``.
     """
 
-    def __init__(self, layout: Layout, sums: torch.Tensor, largest: torch.Tensor) -> None:
+    def __init__(self, layout: Layout, sums: torch.Tensor, largest: torch.Tensor, *, signed: bool = False) -> None:
         self._layout, table = layout, layout.table
-        count = _ROW * len(table.contributors)
-        self._rows = sums[_HEAD : _HEAD + count].view(-1, _ROW)
+        length = _row_length(signed=signed)
+        count = length * len(table.contributors)
+        self._rows = sums[_HEAD : _HEAD + count].view(-1, length)
         self._sites = sums[_HEAD + count :].view(-1, _SITE)
         self._peaks, self._replicas = largest[: table.sites], largest[table.sites : -_TAIL].view(-1, 2)
         *pace, start = map(int, largest[-_TAIL:].tolist())
@@ -240,6 +251,7 @@ def _sums_of(row: Sequence[float]) -> ParameterSums:
         update_relative_error=math.sqrt(row[_VARIANCE]) / update if update and math.isfinite(update) else 0.0,
         magnitudes=tuple(row[_MAGNITUDES : _MAGNITUDES + _BINS]) if counted else None,
         magnitude_sum=row[_MAGNITUDES + _BINS] if counted else 0.0,
+        signs=Signs.of(row[_ROW:]) if counted and len(row) > _ROW else None,
     )
 
 

@@ -23,7 +23,10 @@ _PIPELINE = ("pp", "pipe", "pipeline", "stage")
 _DATA = ("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "ep", "expert", "efsdp", "batch")
 """Beginnings of the names, in torchtitan and elsewhere, of mesh dimensions over which the data is spread; along the others (tensor,
 context parallelism) ranks work on the same tokens."""
-_SETTINGS = ("every_n_steps", "max_overhead", "updates", "update_memory_mb", "histograms", "layers", "kinds", "max_layers")
+_SETTINGS = (
+    "every_n_steps", "max_overhead", "updates", "update_memory_mb", "histograms", "signed_histograms", "layers", "kinds",
+    "max_layers",
+)  # fmt: skip
 _DIGITS = 6
 _SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 

@@ -61,6 +61,7 @@ class Exchange:
         depths: Depth of each layer that has activation sites.
         seconds: How long to wait for other ranks.
         everything: Whether what this rank holds itself is delivered as well.
+        signed: Whether signs of gradients are counted.
         horizon: Returns a step that this rank will not have come to when the ranks have met.
         guard: Counts failures.
         deliver: Takes each sample; called from this object's thread.
@@ -75,13 +76,14 @@ class Exchange:
         depths: Depths,
         seconds: float,
         everything: bool,
+        signed: bool = False,
         horizon: Callable[[], int],
         guard: Guard,
         deliver: Callable[[RankSample], None],
     ) -> None:
         self._board, self._layout, self._labels, self._depths = board, layout, labels, depths
         self._seconds, self._everything, self._guard, self._deliver = seconds, everything, guard, deliver
-        self._horizon = horizon
+        self._signed, self._horizon = signed, horizon
         self._items: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._busy = self._stopping = False
@@ -247,10 +249,10 @@ class Exchange:
         self._group_name = name
 
     def _reduce(self, sample: LayerSample | None, wish: Agreement) -> Combined:
-        sums, largest = pack(self._layout, sample, wish)
+        sums, largest = pack(self._layout, sample, wish, signed=self._signed)
         self._all_reduce(sums, dist.ReduceOp.SUM)
         self._all_reduce(largest, dist.ReduceOp.MAX)
-        combined = Combined(self._layout, sums, largest)
+        combined = Combined(self._layout, sums, largest, signed=self._signed)
         rows = combined.partial_rows()
         if rows:
             self._add_up(combined, rows, sample)

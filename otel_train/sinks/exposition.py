@@ -8,25 +8,18 @@ takes most. Both formats share the lines of the series: they differ in the heads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from itertools import accumulate, groupby
-from operator import attrgetter, itemgetter
 
 from otel_train import naming
 from otel_train.catalog import Instrument, MetricSpec
-from otel_train.snapshot import HistogramValue, Sample, Snapshot
+from otel_train.sinks.negotiation import Format
+from otel_train.sinks.renderer import Cumulation, SnapshotRenderer
+from otel_train.snapshot import HistogramValue, Sample
 
 _BLOCK_LINES = 500
 """Lines that are rendered in one go: about 0.3 ms of interpreter time."""
-
-
-class Format(Enum):
-    """A text format, by its content type."""
-
-    TEXT = "text/plain; version=0.0.4; charset=utf-8"
-    OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+TEXT_FORMATS = (Format.TEXT, Format.OPENMETRICS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +40,11 @@ def assemble(pieces: Iterable[Piece], text_format: Format) -> Iterator[bytes]:
         yield b"# EOF\n"
 
 
-class Renderer:
-    """Renders one Snapshot after another; keeps what they have in common, and nothing of series that are gone."""
+class Renderer(SnapshotRenderer[Piece]):
+    """Renders one Snapshot after another; keeps the lines of series that stay."""
 
     def __init__(self) -> None:
-        self._base_labels: tuple[tuple[str, str], ...] = ()
-        self._metrics: dict[str, _Metric] = {}
-
-    def pieces(self, snapshot: Snapshot) -> Iterator[Piece]:
-        """Yield the Snapshot's lines, a few hundred at a time, so that the caller can let other threads run in between."""
-        if snapshot.base_labels != self._base_labels:
-            self._base_labels, self._metrics = snapshot.base_labels, {}
-        known, self._metrics = self._metrics, {}
-        for spec, samples in groupby(snapshot.samples, key=attrgetter("spec")):
-            name = spec.prometheus_name
-            self._metrics[name] = metric = known.get(name) or _Metric(spec, dict(self._base_labels))
-            yield from metric.pieces(list(samples))
+        super().__init__(_Metric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +58,16 @@ class _Block:
 class _Metric:
     """A metric's head and blocks, as far as they stay the same."""
 
-    def __init__(self, spec: MetricSpec, base_labels: dict[str, str]) -> None:
-        self._bounds = spec.bounds
-        self._heads = {text_format: _head(spec, text_format).encode() for text_format in Format}
+    def __init__(self, spec: MetricSpec, base_labels: dict[str, str], started_at: float) -> None:
+        del started_at  # OpenMetrics' _created would be a series of its own to Prometheus
+        self._cumulation = Cumulation(spec.bounds)
+        self._heads = {text_format: _head(spec, text_format).encode() for text_format in TEXT_FORMATS}
         names = sorted(spec.labels)
         self._order = [spec.labels.index(name) for name in names]
         lines = list(_lines(spec))
         self._series_template = "".join(_line_template(name, {**base_labels, **more}, names) for name, more in lines)
         self._lines_of_series = len(lines)
         self._blocks: list[_Block] = []
-        self._counted: tuple[float, ...] = ()
-        self._pick: Callable[[list[int]], tuple[int, ...]]
 
     def pieces(self, samples: list[Sample]) -> Iterator[Piece]:
         """Yield the lines of these samples."""
@@ -115,18 +96,11 @@ class _Metric:
         for sample in samples:
             value = sample.value
             if isinstance(value, HistogramValue):
-                numbers += self._cumulated(value)
-                numbers.append(value.total)
+                upto = self._cumulation.of(value)
+                numbers += (*upto, upto[-1], value.total) if sample.spec.has_sum else upto
             else:
                 numbers.append(value)
         return numbers
-
-    def _cumulated(self, value: HistogramValue) -> tuple[int, ...]:
-        """Return the elements up to each bound, and twice all of them; where the bounds stand is looked up once."""
-        if value.bounds != self._counted:
-            self._counted = value.bounds
-            self._pick = itemgetter(*map(value.bounds.index, self._bounds), -1, -1)
-        return self._pick(list(accumulate(value.counts)))
 
 
 def _lines(spec: MetricSpec) -> Iterator[tuple[str, dict[str, str]]]:
@@ -137,8 +111,9 @@ def _lines(spec: MetricSpec) -> Iterator[tuple[str, dict[str, str]]]:
         return
     for bound in (*map(repr, spec.bounds), "+Inf"):
         yield f"{name}_bucket", {"le": bound}
-    yield f"{name}_count", {}
-    yield f"{name}_sum", {}
+    if spec.has_sum:
+        yield f"{name}_count", {}
+        yield f"{name}_sum", {}
 
 
 def _line_template(name: str, constant: dict[str, str], varying: list[str]) -> str:

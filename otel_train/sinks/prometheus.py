@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from otel_train import naming
 from otel_train.catalog import Instrument, MetricSpec
-from otel_train.sinks.exposition import Format
+from otel_train.sinks.negotiation import negotiate
 from otel_train.sinks.renderings import Renderings
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
 
@@ -50,8 +50,9 @@ def _add_histogram(metric: Metric, spec: MetricSpec, labels: dict[str, str], val
     for bound, upto in buckets:
         metric.add_sample(f"{name}_bucket", {**labels, "le": repr(bound)}, upto)
     metric.add_sample(f"{name}_bucket", {**labels, "le": "+Inf"}, count)
-    metric.add_sample(f"{name}_count", labels, count)
-    metric.add_sample(f"{name}_sum", labels, value.total)
+    if spec.has_sum:
+        metric.add_sample(f"{name}_count", labels, count)
+        metric.add_sample(f"{name}_sum", labels, value.total)
 
 
 class PrometheusSink:
@@ -83,25 +84,12 @@ class PrometheusSink:
         """Return the exposition and its content type, rendered once a Snapshot whatever the number of scrapers.
 
         Args:
-            accept: The Accept header: OpenMetrics where it is asked for, else text 0.0.4.
+            accept: The Accept header: protobuf or OpenMetrics where it is asked for, else text 0.0.4.
             compress: Whether to gzip it.
         """
-        text_format, content_type = _negotiate(accept)
-        return self._renderings.exposition(text_format, compress=compress), content_type
+        form, content_type = negotiate(accept)
+        return self._renderings.exposition(form, compress=compress), content_type
 
     def page(self) -> bytes:
         """Return the page for a person, rendered once a Snapshot."""
         return self._renderings.page()
-
-
-def _negotiate(accept: str) -> tuple[Format, str]:
-    """Return the format that an Accept header asks for and its content type; nothing of the header comes back.
-
-    Prometheus 3 names an escaping, 2 none. Our names need none, but the answer must say which it is in.
-    """
-    for part in accept.lower().split(","):
-        kind, *parameters = (word.strip() for word in part.split(";"))
-        if kind == "application/openmetrics-text" and "version=1.0.0" in parameters:
-            escaping = "allow-utf-8" if "escaping=allow-utf-8" in parameters else "underscores"
-            return Format.OPENMETRICS, f"{Format.OPENMETRICS.value}; escaping={escaping}"
-    return Format.TEXT, Format.TEXT.value

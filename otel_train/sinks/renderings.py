@@ -6,10 +6,15 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
-from otel_train.sinks.exposition import Format, Piece, Renderer, assemble
+from otel_train.sinks import exposition, protobuf
+from otel_train.sinks.negotiation import Format
 from otel_train.sinks.page import render_page
+from otel_train.sinks.renderer import SnapshotRenderer
 from otel_train.snapshot import Snapshot
+
+PieceT = TypeVar("PieceT")
 
 _STRETCH_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.001
@@ -27,20 +32,20 @@ class Renderings:
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
         self._lock = threading.Lock()
-        self._renderer = Renderer()
+        self._text, self._protobuf = exposition.Renderer(), protobuf.Renderer()
         self._snapshot: Snapshot | None = None
-        self._pieces: tuple[Piece, ...] | None = None
+        self._pieces: dict[Hashable, tuple[Any, ...]] = {}
         self._made: dict[Hashable, bytes] = {}
 
-    def exposition(self, text_format: Format, *, compress: bool) -> bytes:
-        """Return the exposition in a format; the formats share the rendering.
+    def exposition(self, form: Format, *, compress: bool) -> bytes:
+        """Return the exposition in a format; the text formats share one rendering.
 
         Args:
-            text_format: One of the two.
+            form: Which one.
             compress: Whether to gzip it.
         """
         with self._lock:
-            return self._once((text_format, compress), lambda: self._assembled(text_format, compress=compress))
+            return self._once((form, compress), lambda: self._assembled(form, compress=compress))
 
     def page(self) -> bytes:
         """Return the page for a person."""
@@ -50,19 +55,25 @@ class Renderings:
     def _once(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
         snapshot = self._latest()
         if snapshot is not self._snapshot:
-            self._snapshot, self._pieces, self._made = snapshot, None, {}
+            self._snapshot, self._pieces, self._made = snapshot, {}, {}
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def _assembled(self, text_format: Format, *, compress: bool) -> bytes:
-        if self._pieces is None:
-            self._pieces = () if self._snapshot is None else tuple(_with_pauses(self._renderer.pieces(self._snapshot)))
-        parts = assemble(self._pieces, text_format)
+    def _assembled(self, form: Format, *, compress: bool) -> bytes:
+        if form is Format.PROTOBUF:
+            parts = protobuf.assemble(self._rendered(self._protobuf))
+        else:
+            parts = exposition.assemble(self._rendered(self._text), form)
         return b"".join(_gzipped(parts) if compress else parts)
 
+    def _rendered(self, renderer: SnapshotRenderer[PieceT]) -> tuple[PieceT, ...]:
+        if renderer not in self._pieces:
+            self._pieces[renderer] = () if self._snapshot is None else tuple(_with_pauses(renderer.pieces(self._snapshot)))
+        return self._pieces[renderer]
 
-def _with_pauses(pieces: Iterator[Piece]) -> Iterator[Piece]:
+
+def _with_pauses(pieces: Iterator[PieceT]) -> Iterator[PieceT]:
     began = time.perf_counter()
     for piece in pieces:
         yield piece

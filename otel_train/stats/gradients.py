@@ -18,6 +18,9 @@ _FIRST_FIELD = MAGNITUDE_EXPONENTS[0] + 126
 _NAN_FIELD = 255
 BINS = len(MAGNITUDE_EXPONENTS) + 1
 """One a bound, and one for what is larger than all of them."""
+_LAST_FIELD = _FIRST_FIELD + BINS - 1
+SIGNS = 2 * (BINS - 1) + 1
+"""Negative elements, exact powers of two among them, and the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,35 @@ def magnitudes(samples: torch.Tensor) -> torch.Tensor:
         (n, BINS + 1) fp64: counts, then the sum of absolute values. NaN is in no bin; Inf in the last.
     """
     wide = wide_dtype(samples.device)
-    field = samples.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF).sub_(1).bitwise_right_shift_(23).clamp_(min=0)
     fields = torch.zeros(len(samples), _NAN_FIELD + 1, dtype=wide, device=samples.device)
-    fields.scatter_add_(1, field.long(), torch.ones((), dtype=wide, device=samples.device).expand(samples.shape))
-    last = _FIRST_FIELD + BINS - 1
+    fields.scatter_add_(1, _field(samples), torch.ones((), dtype=wide, device=samples.device).expand(samples.shape))
     first = fields[:, : _FIRST_FIELD + 1].sum(1, keepdim=True)
-    larger = fields[:, last:_NAN_FIELD].sum(1, keepdim=True)
+    larger = fields[:, _LAST_FIELD:_NAN_FIELD].sum(1, keepdim=True)
     finite = torch.linalg.vector_norm(samples.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), 1, dim=1, keepdim=True, dtype=wide)
-    return torch.cat([first, fields[:, _FIRST_FIELD + 1 : last], larger, finite], dim=1)
+    return torch.cat([first, fields[:, _FIRST_FIELD + 1 : _LAST_FIELD], larger, finite], dim=1)
+
+
+def signs(samples: torch.Tensor) -> torch.Tensor:
+    """Count negative elements by the power of two of their absolute value, exact powers apart, and sum the finite ones.
+
+    Args:
+        samples: (n, k) fp32.
+
+    Returns:
+        (n, SIGNS) fp64: negative elements by magnitude, all bins but the first; those that are the upper bound of a bin, all bins
+        but the last; the sum of all elements. NaN is nowhere; -Inf in the last bin.
+    """
+    wide = wide_dtype(samples.device)
+    is_power = samples.contiguous().view(torch.int32).bitwise_and(0x7FFFFF).eq(0)
+    fields = torch.zeros(len(samples), 2 * (_NAN_FIELD + 1), dtype=wide, device=samples.device)
+    fields.scatter_add_(1, _field(samples) + is_power * (_NAN_FIELD + 1), samples.lt(0).to(wide))
+    others, powers = fields.chunk(2, dim=1)
+    negatives = others + powers
+    larger = negatives[:, _LAST_FIELD:].sum(1, keepdim=True)
+    finite = samples.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).sum(1, keepdim=True, dtype=wide)
+    return torch.cat([negatives[:, _FIRST_FIELD + 1 : _LAST_FIELD], larger, powers[:, _FIRST_FIELD:_LAST_FIELD], finite], dim=1)
+
+
+def _field(samples: torch.Tensor) -> torch.Tensor:
+    """Return each element's exponent field with exact powers of two in the bin that they bound, (n, k) int64."""
+    return samples.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF).sub_(1).bitwise_right_shift_(23).clamp_(min=0).long()

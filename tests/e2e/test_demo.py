@@ -27,6 +27,7 @@ NOT_IN_THE_DEMO = {
     gradients.LOCAL_LAYER_GRAD_NORM.prometheus_name: "there is one rank",
     updates.LOCAL_LAYER_UPDATE_RATIO.prometheus_name: "there is one rank",
     **{spec.prometheus_name: "nothing is pushed" for spec in specs_of(otlp)},
+    gradients.LAYER_GRAD_VALUE.prometheus_name: "signed histograms are off",
 }
 ROOT = Path(__file__).parent.parent.parent
 

@@ -23,6 +23,7 @@ NOT_HERE = {
     gradients.LOCAL_LAYER_GRAD_NORM.prometheus_name: "there is one rank",
     updates.LOCAL_LAYER_UPDATE_RATIO.prometheus_name: "there is one rank",
     **{spec.prometheus_name: "nothing is pushed" for spec in specs_of(otlp)},
+    gradients.LAYER_GRAD_VALUE.prometheus_name: "signed histograms are off",
 }
 """All else applies: the training gives its loss scale, FLOPs and peak, stays in its warmup, clips and evaluates."""
 ENDINGS = {"close": 0, "close_and_die": 0, "close_and_live_on": 0, "raise": 1, "sys_exit": 3}

@@ -29,6 +29,7 @@ from otel_train.records import (
     ParameterReading,
     ParameterSums,
     RankSample,
+    Signs,
     StepRecord,
 )
 from tests.parallel.test_layout import manifest, place, shard
@@ -62,7 +63,7 @@ class Member:
 
 
 @contextmanager
-def ranks(*manifests: object, seconds: float = 10.0, everything: bool = False) -> Iterator[list[Member]]:
+def ranks(*manifests: object, seconds: float = 10.0, everything: bool = False, signed: bool = False) -> Iterator[list[Member]]:
     """Start the exchanges of all ranks over one store."""
     store = HashStore()
     planned = layouts(manifests)  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def ranks(*manifests: object, seconds: float = 10.0, everything: bool = False) -
         guard, taken = Guard(), []  # type: ignore[var-annotated]
         exchange = Exchange(
             Board(store, Rank(rank, rank, len(planned)), "test"), layout, labels={name: (layer, None) for name, layer in LAYERS.items()},
-            depths={"act": 1}, seconds=seconds, everything=everything, horizon=partial(int, 30 + rank), guard=guard, deliver=taken.append,
+            depths={"act": 1}, seconds=seconds, everything=everything, signed=signed, horizon=partial(int, 30 + rank), guard=guard, deliver=taken.append,
         )  # fmt: skip
         exchange.start()
         members.append(Member(exchange, guard, taken))
@@ -148,6 +149,23 @@ def test_histograms_that_not_all_ranks_counted_have_no_values() -> None:
         both, half = (taken.own.parameters[0].sums for taken in one.taken)
         assert (both.magnitudes, both.magnitude_sum) == ((2.0,) * BINS, 4.0)
         assert (half.magnitudes, half.magnitude_sum) == (None, 0.0)
+
+
+def test_signs_add_up_over_ranks_with_the_magnitudes_and_only_with_them() -> None:
+    """Negative elements, exact powers and sums, each in its place; activations, which travel behind them, as well."""
+    below = tuple(float(i) for i in range(BINS - 1))
+    powers = tuple(0.25 * i for i in range(BINS - 1))
+    counted = replace(SUMS, magnitudes=(100.0,) * BINS, magnitude_sum=2.0, signs=Signs(below, powers, -7.0))
+    with ranks(*[manifest(r, shard("w", r, 2), groups=((0, 1),)) for r in range(2)], signed=True) as (one, two):
+        for step, other in ((10, counted), (20, SUMS)):
+            one.put(step, readings("w", sums=counted))
+            two.put(step, readings("w", sums=other))
+        settle(one, two)
+        both, half = (taken.own.parameters[0].sums for taken in one.taken)
+        assert both.magnitudes == (200.0,) * BINS
+        assert both.signs == Signs(tuple(2 * n for n in below), tuple(2 * n for n in powers), -14.0)
+        assert (half.magnitudes, half.signs) == (None, None)
+        assert one.taken[0].own.activations[0].count == 8
 
 
 def test_activations_of_an_earlier_step_are_shown_and_are_no_new_sample() -> None:

@@ -13,6 +13,7 @@ from tests.parity.training import Outcome, Series
 
 PREFIX = "otel_train_layer_"
 _MEANS = ("grad_mean", "grad_std", "activation_mean", "activation_std", "activation_absmax", "activation_zero_ratio")
+_HISTOGRAMS = ("magnitude", "magnitude_sum", "value", "value_sum", "value_negative")
 _UPDATES = ("update_ratio", "changed_ratio", "relative_speed")
 _OF_ORIGINS = ("tokens_total", "tokens_seen", "tokens_per_second", "model_flops_total")
 _OF_ALL = ("steps_total", "step_duration_seconds", "data_wait_seconds_total")
@@ -185,16 +186,21 @@ def _compare_ranks(case: Case, series: list[Series], expected: Reference, report
 
 def _compare_histograms(case: Case, series: list[Series], expected: Reference, report: Report) -> None:
     """Each element of matrices and embeddings is in one histogram, once a step."""
-    counted = sum(sum(values(found, "layer_grad_magnitude").values()) for found in series)
+    sums = {name: sum(sum(values(found, f"layer_grad_{name}").values()) for found in series) for name in _HISTOGRAMS}
     elements = sum(n for (_, _, kind), n in expected.steps[-1].elements.items() if kind in ("matrix", "embedding"))
     wanted = elements * len(expected.steps)
     if case.settings.get("every_n_steps", 1) > 1:
         return
-    report.check("elements in histograms", counted, wanted, 0.01 * wanted)
+    report.check("elements in histograms", sums["magnitude"], wanted, 0.01 * wanted)
+    report.check("elements in signed histograms", sums["value"], wanted, 0.01 * wanted)
     if case.settings.get("updates") != "sampled":
-        total = sum(sum(values(found, "layer_grad_magnitude_sum").values()) for found in series)
         whole = sum(step.absolute_sum for step in expected.steps)
-        report.check("sum of histograms", total, whole, case.tolerance * whole)
+        report.check("sum of histograms", sums["magnitude_sum"], whole, case.tolerance * whole)
+        report.check(
+            "sum of signed histograms", sums["value_sum"], sum(s.signed_sum for s in expected.steps), case.tolerance * whole
+        )
+        below = sum(step.negatives for step in expected.steps)
+        report.check("negative elements in histograms", sums["value_negative"], below, 1e-3 * wanted)
 
 
 def _compare_training(case: Case, outcomes: list[Outcome], expected: Reference, report: Report) -> None:

@@ -18,6 +18,8 @@ from tests.problems import kind_of
 
 EPSILON = 1e-5
 """AdamW's. With its default, 1e-8, the last bits of gradients that are near 0 decide over the first steps."""
+SMALLEST = 2.0**-46
+"""What is as small as that has no sign in a histogram."""
 Key = tuple[int, str, str]
 """Owning rank, layer, and kind or site."""
 
@@ -37,6 +39,10 @@ class Step:
     """By piece."""
     absolute_sum: float = 0.0
     """Of the gradients of matrices and embeddings: what their histograms add up to."""
+    signed_sum: float = 0.0
+    """The same with their signs."""
+    negatives: int = 0
+    """Elements of them below zero, by more than the smallest bound."""
     truth: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
     """Owner and parameter to the norms of its gradient and of its new value: what the row's own training must have."""
 
@@ -216,6 +222,8 @@ def _layers_into(
         step.elements[key] = grad.numel()
         if key[2] in {"matrix", "embedding"}:
             step.absolute_sum += grad.abs().sum().item()
+            step.signed_sum += grad.sum().item()
+            step.negatives += int((grad < -SMALLEST).sum())
         step.rms[key] = grad.norm().item() / grad.numel() ** 0.5
         step.layers["grad_norm"][key] = grad.norm().item()
         step.layers["grad_mean"][key] = grad.mean().item()

@@ -25,7 +25,7 @@ from tests.problems import kind_of
 
 KINDS = ("matrix", "embedding", "norm", "vector")
 Series = list[tuple[str, dict[str, str], float]]
-"""Name, labels, value; of a histogram, the number of its elements."""
+"""Name, labels, value; of a histogram, the number of its elements, their sum, and the number of those below zero."""
 _meshes: dict[Any, DeviceMesh] = {}
 
 
@@ -144,7 +144,9 @@ class _Training:
         return self.run
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"updates": "exact", "every_n_steps": 1, "kinds": KINDS, **self.case.settings}
+        settings: dict[str, Any] = {
+            "updates": "exact", "every_n_steps": 1, "kinds": KINDS, "signed_histograms": True, **self.case.settings,
+        }  # fmt: skip
         if not self.case.net.attention:
             settings["flops_per_token"] = GIVEN_FLOPS
         if self.case.gives_mesh:
@@ -286,6 +288,7 @@ def flat(snapshot: Snapshot) -> Series:
         name, value = sample.spec.prometheus_name, sample.value
         if isinstance(value, HistogramValue):
             found.append((f"{name}_sum", labels, value.total))
+            found.append((f"{name}_negative", labels, float(sum(value.negative))))
             value = sum(value.counts)
         found.append((name, labels, float(value)))
     return found

@@ -32,6 +32,7 @@ from otel_train.sinks.exposition import Piece, Renderer
 from otel_train.sinks.prometheus import PrometheusSink
 from otel_train.snapshot import Sample, Snapshot
 from tests.servers import free_port, wait_until
+from tests.sinks.client_model import families as protobuf_families
 from tests.sinks.test_prometheus import awkward_snapshot
 
 # as both versions sent it to a listener, 2026-11-30
@@ -43,6 +44,17 @@ PROMETHEUS_2_42 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 )
+_PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+NATIVE_3_5 = (
+    f"{_PROTOBUF};q=0.6,application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,"
+    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+NATIVE_2_42 = (
+    f"{_PROTOBUF},application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+"""With ``--enable-feature=native-histograms``."""
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 
 
@@ -160,7 +172,16 @@ def test_the_format_is_what_the_client_accepts(served: Served, accept: str, expe
     assert len(families) == len({sample.spec for sample in awkward_snapshot().samples})
 
 
-@pytest.mark.parametrize("accept", ["", PROMETHEUS_3_5])
+@pytest.mark.parametrize("accept", [NATIVE_3_5, NATIVE_2_42])
+def test_a_prometheus_with_native_histograms_gets_protobuf(served: Served, accept: str) -> None:
+    """It alone asks for it."""
+    reply, body = served.ask(Accept=accept)
+    assert reply.getheader("Content-Type") == f"{_PROTOBUF.replace(';', '; ')}; escaping=underscores"
+    assert reply.getheader("Content-Length") == str(len(body))
+    assert len(list(protobuf_families(body))) == len({sample.spec for sample in awkward_snapshot().samples})
+
+
+@pytest.mark.parametrize("accept", ["", PROMETHEUS_3_5, NATIVE_3_5])
 @pytest.mark.parametrize("encoding", ["gzip", "gzip, deflate, br", "deflate, gzip;q=0.5"])
 def test_a_client_that_takes_gzip_gets_it(served: Served, accept: str, encoding: str) -> None:
     """Compressed, said so, and the same bytes inside."""

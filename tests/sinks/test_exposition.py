@@ -18,7 +18,8 @@ from prometheus_client.utils import floatToGoString
 from otel_train.catalog import CATALOG, Instrument, MetricSpec, gradients, updates
 from otel_train.records import MAGNITUDE_EXPONENTS
 from otel_train.sinks import exposition
-from otel_train.sinks.exposition import Format, Renderer, assemble, go_float
+from otel_train.sinks.exposition import TEXT_FORMATS, Renderer, assemble, go_float
+from otel_train.sinks.negotiation import Format
 from otel_train.sinks.prometheus import SnapshotCollector
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
 
@@ -100,7 +101,7 @@ def _render(renderer: Renderer, snapshot: Snapshot, text_format: Format) -> byte
     return b"".join(assemble(renderer.pieces(snapshot), text_format))
 
 
-@pytest.mark.parametrize("text_format", Format, ids=["text", "openmetrics"])
+@pytest.mark.parametrize("text_format", TEXT_FORMATS, ids=["text", "openmetrics"])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_byte_is_prometheus_clients(seed: int, text_format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over runs made by chance: hostile labels, every kind of number, series that come and go; in small pieces, too."""

@@ -21,8 +21,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from torch import nn
 
+from otel_train.assembly.histograms import SignedHistogram
 from otel_train.catalog import CATALOG, Instrument, gradients, loss, monitor, run, throughput, updates
-from otel_train.records import MAGNITUDE_EXPONENTS
+from otel_train.records import MAGNITUDE_EXPONENTS, Signs
 from otel_train.sinks.exposition import Piece, Renderer
 from otel_train.sinks.prometheus import PrometheusSink
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
@@ -43,6 +44,8 @@ def awkward_snapshot() -> Snapshot:
     magnitudes = HistogramValue(
         tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS), tuple(range(len(MAGNITUDE_EXPONENTS) + 1)), 1 / 3
     )
+    values = SignedHistogram()
+    values.add([float(n) for n in range(64)], Signs((0.5,) * 63, (0.0,) * 63, -1 / 3))
     durations = HistogramValue(throughput.STEP_DURATION.bounds, (0, 3, *[0] * 15, 1, 2), 1234.5)
     one, other = (AWKWARD, "0", "matrix", "0"), ("", "1", "norm", "decay=0.1\\n")
     samples = (
@@ -60,6 +63,7 @@ def awkward_snapshot() -> Snapshot:
         Sample(gradients.LAYER_GRAD_MEAN, one, -math.inf),
         Sample(gradients.LAYER_GRAD_MEAN, other, -0.0),
         Sample(gradients.LAYER_GRAD_MAGNITUDE, one, magnitudes),
+        Sample(gradients.LAYER_GRAD_VALUE, one, values.value()),
         Sample(updates.LAYER_UPDATE_RATIO, one, 0.1 + 0.2),
         Sample(updates.LAYER_UPDATE_RATIO, other, 1.7976931348623157e308),
         Sample(throughput.STEP_DURATION, (), durations),
@@ -111,8 +115,9 @@ def _expected(snapshot: Snapshot) -> Values:
             upto = sum(count for own, count in zip(held.bounds, held.counts, strict=False) if own <= bound)
             values[f"{name}_bucket", frozenset({*labels, ("le", repr(bound))})] = _bits(upto)
         values[f"{name}_bucket", frozenset({*labels, ("le", "+Inf")})] = _bits(sum(held.counts))
-        values[f"{name}_count", frozenset(labels)] = _bits(sum(held.counts))
-        values[f"{name}_sum", frozenset(labels)] = _bits(held.total)
+        if sample.spec is not gradients.LAYER_GRAD_VALUE:
+            values[f"{name}_count", frozenset(labels)] = _bits(sum(held.counts))
+            values[f"{name}_sum", frozenset(labels)] = _bits(held.total)
     return values
 
 
@@ -149,6 +154,7 @@ def train(steps: int = 24, *, full: bool = True, poison: bool = False) -> Snapsh
             "labels": {"team": AWKWARD},
             "kinds": ("matrix", "embedding", "norm", "vector"),
             "histograms": "layer",
+            "signed_histograms": True,
         }
     with capture(model, optimizer, **settings) as (watch, sink):
         for step in range(steps):
@@ -295,10 +301,10 @@ def test_before_the_first_snapshot_there_is_no_series(accept: str) -> None:
 
 
 def test_a_histograms_buckets_ascend_to_its_count(trained: Callable[[str], Snapshot]) -> None:
-    """Prometheus' rule for classic histograms, with +Inf equal to the count."""
+    """Prometheus' rule for classic histograms, with +Inf equal to the count, where there is one."""
     body, _ = _sink(trained("full")).render("", compress=False)
     histograms = [f for f in _families(body, "") if f.type == "histogram"]
-    assert len(histograms) == 2
+    assert len(histograms) == 3
     for family in histograms:
         series: dict[frozenset[tuple[str, str]], list[tuple[float, float]]] = {}
         counts: dict[frozenset[tuple[str, str]], float] = {}
@@ -308,6 +314,9 @@ def test_a_histograms_buckets_ascend_to_its_count(trained: Callable[[str], Snaps
                 series.setdefault(labels, []).append((float(sample.labels["le"]), sample.value))
             elif sample.name.endswith("_count"):
                 counts[labels] = sample.value
+        if family.name == gradients.LAYER_GRAD_VALUE.prometheus_name:
+            assert not [sample.name for sample in family.samples if not sample.name.endswith("_bucket")]
+            counts = {labels: series[labels][-1][1] for labels in series}
         assert series.keys() == counts.keys()
         for labels, buckets in series.items():
             assert [b for b, _ in buckets] == sorted(b for b, _ in buckets)
@@ -363,7 +372,7 @@ def test_four_scrapers_at_once_cost_one_rendering_a_snapshot(rendered: list[Snap
 
 
 def test_accept_headers_of_a_strangers_making_do_not_fill_the_memory(rendered: list[Snapshot]) -> None:
-    """There are two formats: made-up versions must not be rendered and kept each."""
+    """There are three formats: made-up versions must not be rendered and kept each."""
     sink = _sink(awkward_snapshot())
     for minor in range(20):
         sink.render(f"application/openmetrics-text;version=1.0.{minor}", compress=False)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from otel_train.sinks import page, renderings
-from otel_train.sinks.exposition import Format, Piece, Renderer
+from otel_train.sinks import page, protobuf, renderings
+from otel_train.sinks.exposition import Piece, Renderer
+from otel_train.sinks.negotiation import Format
 from otel_train.sinks.renderings import Renderings
 from otel_train.snapshot import Snapshot
 from tests.sinks.test_exposition import many_series
@@ -32,26 +33,34 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         noted.append("page")
         return page.render_page(snapshot)
 
+    protobuf_pieces = protobuf.Renderer.pieces
+
+    def noted_protobuf(renderer: protobuf.Renderer, snapshot: Snapshot) -> Iterator[protobuf.Piece]:
+        noted.append("protobuf")
+        return protobuf_pieces(renderer, snapshot)
+
     monkeypatch.setattr(Renderer, "pieces", noted_pieces)
+    monkeypatch.setattr(protobuf.Renderer, "pieces", noted_protobuf)
     monkeypatch.setattr(renderings, "render_page", noted_page)
     return noted
 
 
 def _everything(made: Renderings) -> list[bytes]:
-    bodies = [made.exposition(text_format, compress=compress) for text_format in Format for compress in (False, True)]
+    bodies = [made.exposition(form, compress=compress) for form in Format for compress in (False, True)]
     return [*bodies, made.page()]
 
 
-def test_all_formats_share_one_rendering(calls: list[str]) -> None:
-    """Text, OpenMetrics, both compressed, and again: the lines are written once, and so is the page."""
+def test_text_formats_share_one_rendering(calls: list[str]) -> None:
+    """Text, OpenMetrics, both compressed, and again: the lines are written once, and so are the messages and the page."""
     snapshot = awkward_snapshot()
     made = Renderings(lambda: snapshot)
     first = _everything(made)
     assert all(again is body for again, body in zip(_everything(made), first, strict=True))
-    assert calls == ["pieces", "page"]
+    assert calls == ["pieces", "protobuf", "page"]
     assert gzip.decompress(first[1]) == first[0]
     assert gzip.decompress(first[3]) == first[2]
     assert first[2].endswith(b"# EOF\n")
+    assert gzip.decompress(first[5]) == first[4]
 
 
 def test_each_snapshot_is_rendered_anew(calls: list[str]) -> None:
@@ -61,8 +70,9 @@ def test_each_snapshot_is_rendered_anew(calls: list[str]) -> None:
     first = _everything(made)
     snapshots.pop(0)
     assert _everything(made) == first
-    assert calls == ["pieces", "page"] * 2
-    assert len(made._made) == 5
+    assert calls == ["pieces", "protobuf", "page"] * 2
+    assert len(made._made) == 7
+    assert len(made._pieces) == 2
 
 
 def test_a_failed_rendering_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +101,8 @@ def no_switching() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_switching")
-def test_other_threads_run_while_many_series_are_rendered() -> None:
+@pytest.mark.parametrize("form", [Format.TEXT, Format.PROTOBUF])
+def test_other_threads_run_while_many_series_are_rendered(form: Format) -> None:
     """A training asks for the interpreter at every operator."""
     snapshot = many_series(50_000)
     made = Renderings(lambda: snapshot)
@@ -106,7 +117,7 @@ def test_other_threads_run_while_many_series_are_rendered() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     began = time.perf_counter()
-    made.exposition(Format.TEXT, compress=False)
+    made.exposition(form, compress=False)
     ended = time.perf_counter()
     done.set()
     thread.join(10)

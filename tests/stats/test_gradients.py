@@ -58,6 +58,14 @@ def _naive_magnitudes(values: list[float]) -> tuple[list[float], float]:
     return counts, math.fsum(abs(v) for v in values if math.isfinite(v))
 
 
+def _naive_signs(values: list[float]) -> tuple[list[float], list[float]]:
+    """Count negative elements bin by bin, and those that are a bound."""
+    below = [value for value in values if value < 0]
+    bins = list(map(_naive_bin, below))
+    negatives = [float(bins.count(i)) for i in range(1, len(MAGNITUDE_EXPONENTS) + 1)]
+    return negatives, [float(below.count(-(2.0**exponent))) for exponent in MAGNITUDE_EXPONENTS]
+
+
 @problems
 @dtypes
 def test_norm_mean_and_deviation_are_those_of_plain_arithmetic(problem: Problem, dtype: torch.dtype) -> None:
@@ -310,3 +318,40 @@ def test_a_sparse_gradient_has_the_norms_of_its_rows() -> None:
     read = gradients.read_gradients([dense.to_sparse(1)], chosen, Sampler(torch.device("cpu")).draw(chosen), histogram=True)
     assert read.row_norms is not None
     assert read.row_norms[0].tolist() == pytest.approx(dense.norm(dim=1).tolist(), rel=1e-6)
+
+
+@small_problems
+@dtypes
+def test_signs_are_counted_as_a_plain_loop_does(problem: Problem, dtype: torch.dtype) -> None:
+    """Negative elements by magnitude, exact powers of two apart, and the sum of all."""
+    tensors = [problem.make(dtype) for _ in range(2)]
+    chosen = plan(tensors[0].shape, embedding=False)
+    samples = gradients.magnitude_samples(tensors, chosen, Sampler(torch.device("cpu")).draw(chosen))
+    found = gradients.signs(samples)
+    assert found.shape == (2, gradients.SIGNS)
+    assert found.dtype is torch.float64
+    for tensor, numbers_found in zip(tensors, found.tolist(), strict=True):
+        values = numbers(tensor.float())
+        negatives, powers = _naive_signs(values)
+        assert numbers_found[: gradients.BINS - 1] == negatives
+        assert numbers_found[gradients.BINS - 1 : -1] == powers
+        finite = [value for value in values if math.isfinite(value)]
+        assert same(numbers_found[-1], math.fsum(finite), 1e-9, 1e-9 * math.fsum(map(abs, finite)))
+
+
+def test_every_power_of_two_has_its_place_among_the_signs() -> None:
+    """Of both signs, with the floats next to them, of every exponent that fp32 has; and zeros, Inf and NaN."""
+    powers = torch.cat([torch.tensor([2.0**e]) for e in range(-149, 128)])
+    near = [powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(math.inf))]
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
+    values = torch.cat([special, *near, *(-values for values in near)])
+    for value, row in zip(values.tolist(), gradients.signs(values.view(-1, 1)).tolist(), strict=True):
+        negatives, exact = _naive_signs([value])
+        assert (row[: gradients.BINS - 1], row[gradients.BINS - 1 : -1]) == (negatives, exact), value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_signs_read_nothing_on_the_host(dtype: torch.dtype) -> None:
+    """On tensors without values everything runs: nothing waits for the device."""
+    with FakeTensorMode():
+        assert gradients.signs(torch.empty((3, 40), dtype=dtype, device=FAKE_DEVICE).float()).shape == (3, gradients.SIGNS)

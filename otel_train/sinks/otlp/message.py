@@ -139,6 +139,9 @@ def _set_histogram(point: HistogramDataPoint | ExponentialHistogramDataPoint, va
     point.zero_threshold, point.zero_count = buckets.zero_threshold, buckets.zero_count
     point.positive.offset = buckets.first - 1  # OTLP numbers (2^i, 2^(i + 1)] as i
     point.positive.bucket_counts[:] = buckets.positive
+    if buckets.negative:
+        point.negative.offset, point.negative.bucket_counts[:] = buckets.first - 1, buckets.negative
+        point.ClearField("sum")  # as the specification has it: where values can be below zero it is no counter
 
 
 def _label(name: str, value: str) -> KeyValue:

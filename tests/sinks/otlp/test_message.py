@@ -90,6 +90,16 @@ def test_histograms_keep_each_count_in_its_bucket() -> None:
     assert (duration.count, duration.sum) == (sum(DURATIONS.counts), 3.25)
 
 
+def test_signed_values_have_buckets_below_zero_and_no_sum() -> None:
+    """Negative elements by size, in the buckets of the positive ones; of what can fall there is no sum, as the specification has it."""
+    value = HistogramValue((-1.0, -0.5, 0.5, 1.0), (2, 3, 6, 1, 4), -1.5, negative=(4, 1))
+    (point,) = points(read(encoder().encode(snapshot(Sample(gradients.LAYER_GRAD_VALUE, LAYER, value)), now=1.0))).values()
+    assert (point.zero_count, point.count) == (6, 16)
+    assert (point.positive.offset, list(point.positive.bucket_counts)) == (-1, [1, 4])
+    assert (point.negative.offset, list(point.negative.bucket_counts)) == (-1, [4, 1])
+    assert not point.HasField("sum")
+
+
 def test_the_next_snapshot_has_its_own_numbers_in_the_message_that_is_kept() -> None:
     """Nothing of the last one is left, and what went out does not change."""
     kept = encoder()
