@@ -9,6 +9,7 @@ from otel_train.errors import AttachError, CatalogError, ConfigError, MissingDep
 from otel_train.monitor import Monitor, attach
 from otel_train.sinks import Sink
 from otel_train.sinks.memory import MemorySink
+from otel_train.sinks.meter import MeterSink
 from otel_train.sinks.otlp import OtlpSink
 from otel_train.snapshot import Snapshot
 
@@ -17,6 +18,7 @@ __all__ = [
     "CatalogError",
     "ConfigError",
     "MemorySink",
+    "MeterSink",
     "MissingDependencyError",
     "Monitor",
     "MonitorConfig",

@@ -179,6 +179,8 @@ class Monitor:
             self._ranks.start()
         self._listen(port)
         _open.add(self)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # before what was registered so far: pipelines that take our last values shut down after us
         weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
         if self._config.handle_sigterm:
             self._sigterm.handle()
@@ -493,6 +495,5 @@ def _after_fork_in_child() -> None:
         monitor.close_in_child()
 
 
-atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

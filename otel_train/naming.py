@@ -44,6 +44,23 @@ def prometheus_name(name: str, unit: str, *, counter: bool) -> str:
     return f"{result}_total" if counter else result
 
 
+def histogram_part(name: str, unit: str, part: str) -> str:
+    """Return the OTel name of a part of a histogram for roads that have no histograms: it has no unit, which its name says.
+
+    It becomes the name that Prometheus gives to that part of a classic histogram, since only counters get a suffix.
+
+    Args:
+        name: OTel name of the histogram.
+        unit: Its unit.
+        part: ``bucket``, ``count`` or ``sum``.
+
+    Raises:
+        CatalogError: The unit is unknown.
+    """
+    word = unit_word(unit)
+    return ".".join([name, *([word] if word else []), part])
+
+
 def is_label_name(name: str) -> bool:
     """Say whether Prometheus accepts this as a label name that users may set (names with ``__`` in front are its own)."""
     return bool(_LABEL_NAME.fullmatch(name)) and not name.startswith("__")

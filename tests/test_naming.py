@@ -25,6 +25,20 @@ def test_names_translate_as_the_table_says(name: str, unit: str, counter: bool, 
     assert naming.prometheus_name(name, unit, counter=counter) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "unit", "expected"),
+    [
+        ("otel_train.layer.grad_magnitude", "", "otel_train.layer.grad_magnitude.bucket"),
+        ("otel_train.step.duration", "s", "otel_train.step.duration.seconds.bucket"),
+    ],
+)
+def test_a_part_of_a_histogram_has_the_name_that_a_scrape_gives_it(name: str, unit: str, expected: str) -> None:
+    """The unit is a word of the name, or each road would put it behind the part."""
+    part = naming.histogram_part(name, unit, "bucket")
+    assert part == expected
+    assert naming.prometheus_name(part, "", counter=False) == f"{naming.prometheus_name(name, unit, counter=False)}_bucket"
+
+
 @pytest.mark.parametrize("name", ["otel_train", "Otel.train", "otel_train.", "otel train.x", "otel_train..x"])
 def test_a_name_that_is_not_dotted_words_is_refused(name: str) -> None:
     """Upper case, blanks and empty parts."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import otel_train
 
 PUBLIC = [
-    "AttachError", "CatalogError", "ConfigError", "MemorySink", "MissingDependencyError", "Monitor", "MonitorConfig",
+    "AttachError", "CatalogError", "ConfigError", "MemorySink", "MeterSink", "MissingDependencyError", "Monitor", "MonitorConfig",
     "OtelTrainError", "OtlpSink", "Sink", "Snapshot", "__version__", "attach",
 ]  # fmt: skip
 
@@ -31,6 +31,14 @@ def test_importing_brings_one_package_and_no_more_of_torch() -> None:
         "print(*sorted(new - set(sys.stdlib_module_names)))"
     )
     assert _run(code).split() == ["otel_train", "prometheus_client"]
+
+
+def test_the_libraries_of_pushes_are_loaded_by_those_who_push_only() -> None:
+    """Both sinks can be named without them."""
+    code = (
+        "import sys, otel_train; otel_train.OtlpSink, otel_train.MeterSink; print([m for m in sys.modules if 'opentelemetry' in m])"
+    )
+    assert _run(code) == "[]"
 
 
 def test_a_monitored_training_loads_no_module_that_a_bare_one_does_not() -> None:
