@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from otel_train import naming
 from otel_train.catalog import Instrument, MetricSpec
 from otel_train.sinks.negotiation import Format
-from otel_train.sinks.renderer import Cumulation, SnapshotRenderer
+from otel_train.sinks.renderer import Blocks, Cumulation, SnapshotRenderer
 from otel_train.snapshot import HistogramValue, Sample
 
 _BLOCK_LINES = 500
@@ -47,14 +47,6 @@ class Renderer(SnapshotRenderer[Piece]):
         super().__init__(_Metric)
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The lines of some series, with ``%s`` for each number."""
-
-    labels: list[tuple[str, ...]]
-    template: str
-
-
 class _Metric:
     """A metric's head and blocks, as far as they stay the same."""
 
@@ -67,25 +59,19 @@ class _Metric:
         lines = list(_lines(spec))
         self._series_template = "".join(_line_template(name, {**base_labels, **more}, names) for name, more in lines)
         self._lines_of_series = len(lines)
-        self._blocks: list[_Block] = []
+        self._templates: Blocks[str] = Blocks(_BLOCK_LINES // self._lines_of_series)
 
     def pieces(self, samples: list[Sample]) -> Iterator[Piece]:
         """Yield the lines of these samples."""
-        kept, self._blocks = iter(self._blocks), []
         heads: Mapping[Format, bytes] = self._heads
-        size = max(1, _BLOCK_LINES // self._lines_of_series)
-        for start in range(0, len(samples), size):
-            some = samples[start : start + size]
-            block = self._block([sample.labels for sample in some], next(kept, None))
-            self._blocks.append(block)
-            text = block.template % tuple(map(go_float, self._numbers(some)))
+        for some, template in self._templates.of(samples, self._template):
+            text = template % tuple(map(go_float, self._numbers(some)))
             yield Piece(heads, text.encode("utf-8", "replace"))
             heads = {}
 
-    def _block(self, labels: list[tuple[str, ...]], kept: _Block | None) -> _Block:
-        if kept is not None and kept.labels == labels:
-            return kept
-        return _Block(labels, "".join(map(self._series, labels)))
+    def _template(self, labels: list[tuple[str, ...]]) -> str:
+        """Return the lines of some series, with ``%s`` for each number."""
+        return "".join(map(self._series, labels))
 
     def _series(self, labels: tuple[str, ...]) -> str:
         values = tuple(_literal(labels[index]) for index in self._order)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter, sub
 
 from otel_train import naming
 from otel_train.catalog import Instrument, MetricSpec
-from otel_train.sinks.renderer import Cumulation, SnapshotRenderer
+from otel_train.sinks.renderer import Blocks, Cumulation, SnapshotRenderer
 from otel_train.sinks.wire import (
     DELIMITED,
     VARINT,
@@ -87,23 +87,20 @@ class _Metric:
         self._created = _timestamp(started_at) if started_at else b""
         self._cumulation = Cumulation(spec.bounds)
         self._bounds = tuple(double(_BUCKET_BOUND, bound) for bound in spec.bounds)
-        self._starts: dict[tuple[str, ...], bytes] = {}
+        self._starts: Blocks[list[bytes]] = Blocks(_BLOCK_SERIES // (len(spec.bounds) + 1))
 
     def pieces(self, samples: list[Sample]) -> Iterator[Piece]:
         """Yield these samples."""
-        known, self._starts = self._starts, {}
-        size = max(1, _BLOCK_SERIES // (len(self._spec.bounds) + 1))
-        for at in range(0, len(samples), size):
-            some = samples[at : at + size]
-            for sample in some:
-                self._starts[sample.labels] = known.get(sample.labels) or self._start(sample.labels)
-            yield Piece(self._family, b"".join(map(self._metric, some)))
+        for some, starts in self._starts.of(samples, self._starts_of):
+            yield Piece(self._family, b"".join(self._parts(starts, [sample.value for sample in some])))
 
-    def _metric(self, sample: Sample) -> bytes:
-        start, value = self._starts[sample.labels], sample.value
-        if isinstance(value, HistogramValue):
-            return delimited(_FAMILY_METRIC, start + delimited(_METRIC_HISTOGRAM, self._histogram(value)))
-        return start + pack_double(value)
+    def _parts(self, starts: list[bytes], values: list[float | HistogramValue]) -> Iterable[bytes]:
+        if self._spec.bounds:
+            return (self._histogram(start, v) for start, v in zip(starts, values, strict=True) if isinstance(v, HistogramValue))
+        return chain.from_iterable(zip(starts, map(pack_double, values), strict=True))
+
+    def _starts_of(self, labels: list[tuple[str, ...]]) -> list[bytes]:
+        return list(map(self._start, labels))
 
     def _start(self, labels: tuple[str, ...]) -> bytes:
         """Return what stands before the value: of a number everything, since its length is known; of a histogram the labels."""
@@ -120,7 +117,7 @@ class _Metric:
     def _field_of_created(self, field: int) -> bytes:
         return delimited(field, self._created) if self._created else b""
 
-    def _histogram(self, value: HistogramValue) -> bytes:
+    def _histogram(self, start: bytes, value: HistogramValue) -> bytes:
         *upto, count = self._cumulation.of(value)
         parts = [self._field_of_created(_HISTOGRAM_CREATED), integer(_COUNT, count), double(_SUM, value.total)]
         for number, bound in zip(upto, self._bounds, strict=True):
@@ -128,7 +125,7 @@ class _Metric:
             parts += (_BUCKET_STARTS[len(written)], written, bound)
         if self._spec.exponential:
             parts += _native(value)
-        return b"".join(parts)
+        return delimited(_FAMILY_METRIC, start + delimited(_METRIC_HISTOGRAM, b"".join(parts)))
 
 
 def _native(value: HistogramValue) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from otel_train.catalog import MetricSpec
 from otel_train.snapshot import HistogramValue, Sample, Snapshot
 
 Piece_co = TypeVar("Piece_co", covariant=True)
+Made = TypeVar("Made")
 
 
 class Metric(Protocol[Piece_co]):
@@ -43,6 +44,29 @@ class SnapshotRenderer(Generic[Piece_co]):
             name = spec.prometheus_name
             self._metrics[name] = metric = known.get(name) or self._metric(spec, dict(common[0]), common[1])
             yield from metric.pieces(list(samples))
+
+
+class Blocks(Generic[Made]):
+    """Splits a metric's series into blocks, and keeps what was made of the labels in each for as long as they stay.
+
+    Args:
+        size: Series a block.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = max(1, size)
+        self._kept: list[tuple[list[tuple[str, ...]], Made]] = []
+
+    def of(self, samples: list[Sample], make: Callable[[list[tuple[str, ...]]], Made]) -> Iterator[tuple[list[Sample], Made]]:
+        """Yield the samples block by block, each with what `make` makes of its labels."""
+        kept, self._kept = iter(self._kept), []
+        for start in range(0, len(samples), self._size):
+            some = samples[start : start + self._size]
+            labels = [sample.labels for sample in some]
+            before, made = next(kept, (None, None))
+            block = labels, made if made is not None and before == labels else make(labels)
+            self._kept.append(block)
+            yield some, block[1]
 
 
 class Cumulation:
