@@ -14,9 +14,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -70,6 +71,13 @@ class Series:
     value: float
 
 
+def _ask(url: str, parameters: Mapping[str, object]) -> list[dict[str, Any]]:
+    answer: dict[str, Any] = json.loads(get(f"{url}/api/v1/query?{urllib.parse.urlencode(parameters)}", timeout=10))
+    assert answer["status"] == "success", answer
+    found: list[dict[str, Any]] = answer["data"]["result"]
+    return found
+
+
 class Prometheus:
     """A Prometheus on loopback with data of its own.
 
@@ -113,13 +121,9 @@ class Prometheus:
         """Return the answer of an instant query; series that are native histograms have no number."""
         return [Series(entry["metric"], float(entry["value"][1])) for entry in self.ask(expression)]
 
-    def ask(self, expression: str) -> list[dict[str, Any]]:
+    def ask(self, expression: str, **parameters: float) -> list[dict[str, Any]]:
         """Return the answer of an instant query as the server gives it."""
-        parameters = urllib.parse.urlencode({"query": expression})
-        answer: dict[str, Any] = json.loads(get(f"http://127.0.0.1:{self.port}/api/v1/query?{parameters}", timeout=10))
-        assert answer["status"] == "success", answer
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        return _ask(f"http://127.0.0.1:{self.port}", {"query": expression, **parameters})
 
     def stop(self) -> None:
         """End it."""
@@ -139,7 +143,11 @@ def stop(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def prometheus(
-    version: Version, jobs: dict[str, int], scrape_interval: str = "1s", features: Sequence[str] = (), settings: str = ""
+    version: Version,
+    jobs: Mapping[str, int],
+    scrape_interval: str = "1s",
+    features: Sequence[str] = (),
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes ports of 127.0.0.1, given by job.
 
@@ -148,15 +156,77 @@ def prometheus(
         jobs: Ports by job.
         scrape_interval: As in its configuration.
         features: What is on beyond the version's usual.
-        settings: More of the configuration of each job, as `name: value`.
+        settings: More of the configuration of a job, as `name: value`, by job.
     """
     lines = [f"global: {{scrape_interval: {scrape_interval}, scrape_timeout: {scrape_interval}}}", "scrape_configs:"]
-    more = f", {settings}" if settings else ""
-    lines += [f"- {{job_name: {job}, static_configs: [{{targets: ['127.0.0.1:{port}']}}]{more}}}" for job, port in jobs.items()]
+    more = {job: f", {setting}" for job, setting in settings.items()}
+    lines += [
+        f"- {{job_name: {job}, static_configs: [{{targets: ['127.0.0.1:{port}']}}]{more.get(job, '')}}}"
+        for job, port in jobs.items()
+    ]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         server = Prometheus(version, Path(folder), "\n".join(lines) + "\n", features)
         try:
             server.wait_ready()
+            yield server
+        finally:
+            server.stop()
+
+
+class Victoria:
+    """A VictoriaMetrics on loopback that takes OTLP and names as Prometheus does.
+
+    Args:
+        folder: An empty folder for its data and log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        with (folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    find_program("current", "victoria-metrics"),
+                    f"-httpListenAddr=127.0.0.1:{self.port}",
+                    f"-storageDataPath={folder / 'data'}",
+                    "-search.latencyOffset=0s",
+                    "-opentelemetry.usePrometheusNaming",
+                    "-opentelemetry.promoteAllResourceAttributes=false",
+                    "-opentelemetry.promoteResourceAttributes=job,service.name,service.instance.id",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def otlp(self) -> str:
+        """Where it takes OTLP, without ``/v1/metrics``."""
+        return f"{self.url}/opentelemetry"
+
+    def is_ready(self) -> bool:
+        """Say whether it answers."""
+        with contextlib.suppress(OSError):
+            return get(f"{self.url}/health") == "OK"
+        return False
+
+    def ask(self, expression: str, **parameters: float) -> list[dict[str, Any]]:
+        """Return the answer of an instant query as the server gives it; what came in is made visible first."""
+        get(f"{self.url}/internal/force_flush")
+        return _ask(self.url, {"query": expression, "nocache": 1, **parameters})
+
+    def stop(self) -> None:
+        """End it."""
+        stop(self._process)
+
+
+@contextlib.contextmanager
+def victoria() -> Iterator[Victoria]:
+    """Run a VictoriaMetrics."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        server = Victoria(Path(folder))
+        try:
+            wait_until(server.is_ready, 30, "VictoriaMetrics is ready")
             yield server
         finally:
             server.stop()

@@ -131,7 +131,7 @@ def _points(sample: Sample, part: str) -> list[_Point]:
 
 
 _PARTS = ("bucket", "count", "sum")
-"""Of a classic histogram."""
+"""Of a classic histogram; one with values below zero has the first alone, as in text."""
 
 
 class _Instruments:
@@ -144,7 +144,7 @@ class _Instruments:
 
     def _create(self, meter: Meter, spec: MetricSpec) -> None:
         if spec.instrument is Instrument.HISTOGRAM:
-            for part in _PARTS:
+            for part in _PARTS if spec.has_sum else _PARTS[:1]:
                 name = naming.histogram_part(spec.name, spec.unit, part)
                 meter.create_observable_up_down_counter(name, [self._callback(spec, part)], "", spec.brief)
         elif spec.instrument is Instrument.COUNTER:

@@ -205,7 +205,7 @@ def test_a_server_can_have_both_forms() -> None:
         assert monitor.flush()
         assert monitor.url is not None
         jobs = {"training": int(monitor.url.rstrip("/").rpartition(":")[2])}
-        both = "always_scrape_classic_histograms: true"
+        both = {"training": "always_scrape_classic_histograms: true"}
         with prometheus("current", jobs, features=["native-histograms"], settings=both) as server:
             wait_until(lambda: bool(server.query("up == 1")), 40, "the training is scraped")
             for spec in SPECS:
