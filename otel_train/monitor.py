@@ -41,7 +41,7 @@ from otel_train.parallel import Others, Ranks
 from otel_train.parallel.clip import clip_grad_norm_
 from otel_train.records import Coverage, RankSample
 from otel_train.sigterm import Sigterm
-from otel_train.sinks import Sink, cpu_seconds_of, find_sinks, reports_of
+from otel_train.sinks import Outlets, Sink, find_sinks
 from otel_train.sinks.endpoint import Endpoint
 from otel_train.sinks.page import render_fragment
 from otel_train.sinks.prometheus import PrometheusSink
@@ -128,7 +128,7 @@ class Monitor:
         sinks: Sequence[Sink],
         others: Others,
     ) -> None:
-        self._config, self._sinks = config, list(sinks)
+        self._config = config
         self._device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
         clock = device_clock(self._device)
         self._guard = Guard(clock)
@@ -140,6 +140,7 @@ class Monitor:
         self._phase_began = 0.0
         self._pid = os.getpid()
         self._prometheus = PrometheusSink()
+        self._outlets = Outlets((self._prometheus, *sinks), lambda: self._guard.part("export"))
         self._endpoint: Endpoint | None = None
         self._model = weakref.ref(model)
         self._worker: Worker[_Item] = Worker("otel-train", self._handle, self._publish)
@@ -228,7 +229,7 @@ class Monitor:
         exchanged = self._ranks if record.sampled else None
         self._assembler.add(record if exchanged is None else replace(record, sample=None))
         now, ranks = thread_seconds(), self._guard.seconds["ranks"]
-        pace = self._pacer.add(record, now - began, threads=now + self._served_seconds() + cpu_seconds_of(self._sinks), ranks=ranks)
+        pace = self._pacer.add(record, now - began, threads=now + self._served_seconds() + self._outlets.cpu_seconds, ranks=ranks)
         if exchanged is not None:
             exchanged.put(record, self._assembler.step, pace)  # its layers follow once the ranks have met
 
@@ -236,22 +237,19 @@ class Monitor:
         return 0.0 if self._endpoint is None else self._endpoint.cpu_seconds
 
     def _publish(self) -> None:
+        snapshot = None
         with self._guard.part("export"):
             live = self._live
-            own = {"export": self._worker.cpu_seconds + cpu_seconds_of(self._sinks), "endpoint": self._served_seconds()}
+            own = {"export": self._worker.cpu_seconds + self._outlets.cpu_seconds, "endpoint": self._served_seconds()}
             seconds = {**self._guard.seconds, **own}
             lost = self._worker.dropped  # steps that this thread was too slow for
             errors = {**self._guard.errors, "export": self._guard.errors["export"] + lost}
             live.monitor_seconds, live.monitor_errors = seconds, errors
-            live.memory, live.reported = device_memory(self._device), tuple(reports_of(self._sinks))
+            live.memory, live.reported = device_memory(self._device), tuple(self._outlets.reports())
             live.pace, live.overhead = self._pacer.pace, self._pacer.overhead
-            self._prometheus.publish(self._assembler.snapshot(live, time.time()))
-        snapshot = self.snapshot
-        if snapshot is None:
-            return
-        for sink in self._sinks:
-            with self._guard.part("export"):
-                sink.publish(snapshot)
+            snapshot = self._assembler.snapshot(live, time.time())
+        if snapshot is not None:
+            self._outlets.publish(snapshot)
 
     def observe(
         self,
@@ -459,9 +457,7 @@ class Monitor:
         self._worker.stop(_FLUSH_SECONDS)
         if self._endpoint is not None:
             self._endpoint.close()
-        for sink in (self._prometheus, *self._sinks):
-            with self._guard.part("export"):
-                sink.close()
+        self._outlets.close()
         _open.discard(self)
 
     def close_in_child(self) -> None:

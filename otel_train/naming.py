@@ -58,7 +58,8 @@ def histogram_part(name: str, unit: str, part: str) -> str:
         CatalogError: The unit is unknown.
     """
     word = unit_word(unit)
-    return ".".join([name, *([word] if word else []), part])
+    ends_in_unit = not word or re.split(r"[._]", name)[-1] == word
+    return f"{name}.{part}" if ends_in_unit else f"{name}.{word}.{part}"
 
 
 def is_label_name(name: str) -> bool:

@@ -30,6 +30,7 @@ def test_names_translate_as_the_table_says(name: str, unit: str, counter: bool, 
     [
         ("otel_train.layer.grad_magnitude", "", "otel_train.layer.grad_magnitude.bucket"),
         ("otel_train.step.duration", "s", "otel_train.step.duration.seconds.bucket"),
+        ("otel_train.wait_seconds", "s", "otel_train.wait_seconds.bucket"),
     ],
 )
 def test_a_part_of_a_histogram_has_the_name_that_a_scrape_gives_it(name: str, unit: str, expected: str) -> None:

@@ -12,8 +12,9 @@ from otel_train.records import MAGNITUDE_EXPONENTS, Layer, ParameterReading, Sig
 from otel_train.snapshot import HistogramValue, Sample
 
 Number = TypeVar("Number", int, float)
-MAGNITUDE_BOUNDS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
-VALUE_BOUNDS = (*(-bound for bound in reversed(MAGNITUDE_BOUNDS)), *MAGNITUDE_BOUNDS)
+MAGNITUDE_BINS = tuple(2.0**exponent for exponent in MAGNITUDE_EXPONENTS)
+VALUE_BINS = (*(-bound for bound in reversed(MAGNITUDE_BINS)), *MAGNITUDE_BINS)
+"""Upper bounds at the resolution at which gradients are counted; the catalog's are those of the classic buckets."""
 
 
 @dataclass(slots=True)
@@ -50,10 +51,10 @@ class SignedHistogram:
 
     zeros: float = 0.0
     """Elements as small as the smallest bound, of either sign."""
-    positive: list[float] = field(default_factory=lambda: [0.0] * len(MAGNITUDE_BOUNDS))
-    negative: list[float] = field(default_factory=lambda: [0.0] * len(MAGNITUDE_BOUNDS))
+    positive: list[float] = field(default_factory=lambda: [0.0] * len(MAGNITUDE_BINS))
+    negative: list[float] = field(default_factory=lambda: [0.0] * len(MAGNITUDE_BINS))
     """Both from the second bin of sizes on."""
-    powers: list[float] = field(default_factory=lambda: [0.0] * len(MAGNITUDE_BOUNDS))
+    powers: list[float] = field(default_factory=lambda: [0.0] * len(MAGNITUDE_BINS))
     """Negative elements that are a bound, from the smallest on."""
     total: float = 0.0
 
@@ -72,7 +73,7 @@ class SignedHistogram:
         upto = _sums(accumulate(reversed(negative)), reversed(_whole(self.powers)))
         middle = sum(negative) + round(self.zeros)
         counts = [after - before for before, after in pairwise((0, *upto, middle))]
-        return HistogramValue(VALUE_BOUNDS, (*counts, *_whole(self.positive)), self.total, negative)
+        return HistogramValue(VALUE_BINS, (*counts, *_whole(self.positive)), self.total, negative)
 
 
 class GradientHistograms:
@@ -87,7 +88,7 @@ class GradientHistograms:
         layer, sums = reading.histogram, reading.sums
         if layer is None or sums.magnitudes is None:
             return
-        self._magnitudes.setdefault(layer, Histogram(MAGNITUDE_BOUNDS)).add(sums.magnitudes, sums.magnitude_sum)
+        self._magnitudes.setdefault(layer, Histogram(MAGNITUDE_BINS)).add(sums.magnitudes, sums.magnitude_sum)
         if sums.signs is not None:
             self._values.setdefault(layer, SignedHistogram()).add(sums.magnitudes, sums.signs)
 

@@ -63,7 +63,7 @@ class MetricSpec:
 
     @property
     def has_sum(self) -> bool:
-        """Whether the text formats have sum and count of a histogram: no counters where values can be below zero."""
+        """Whether sum and count of a classic histogram are exported: they are no counters where values can be below zero."""
         return bool(self.bounds) and self.bounds[0] >= 0
 
     def __hash__(self) -> int:

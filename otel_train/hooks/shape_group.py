@@ -76,7 +76,7 @@ class ShapeGroup:
         self._samples = read.samples if read.samples is None or inverse is None else read.samples * inverse.float()
 
     def count_magnitudes(self) -> None:
-        """Count the sampled magnitudes of the gradients."""
+        """Count the sampled magnitudes of the gradients, and their signs if asked for."""
         samples, self._samples = self._samples, None
         if samples is not None:
             self._results["magnitudes"] = gradients.magnitudes(samples)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from otel_train.errors import ConfigError, OtelTrainError
@@ -44,16 +45,41 @@ class ReportingSink(Protocol):
         """Return series of its own, which the next Snapshot carries."""
 
 
-def reports_of(sinks: Sequence[Sink]) -> Iterator[Sample]:
-    """Yield what sinks say of themselves."""
-    for sink in sinks:
-        if isinstance(sink, ReportingSink):
-            yield from sink.report()
+class Outlets:
+    """The sinks of one monitor.
 
+    Args:
+        sinks: Where Snapshots go, one after another.
+        part: Returns a context that lets none of a sink's exceptions out.
+    """
 
-def cpu_seconds_of(sinks: Sequence[Sink]) -> float:
-    """Return the processor time that sinks took in threads of their own."""
-    return sum(sink.cpu_seconds for sink in sinks if isinstance(sink, ReportingSink))
+    def __init__(self, sinks: Iterable[Sink], part: Callable[[], AbstractContextManager[None]]) -> None:
+        self._sinks, self._part = list(sinks), part
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Give every sink a Snapshot; once they are closed none gets any, not from a thread that is late either."""
+        for sink in self._sinks:
+            with self._part():
+                sink.publish(snapshot)
+
+    def close(self) -> None:
+        """Close them."""
+        closing = list(self._sinks)
+        self._sinks.clear()
+        for sink in closing:
+            with self._part():
+                sink.close()
+
+    def reports(self) -> Iterator[Sample]:
+        """Yield what sinks say of themselves."""
+        for sink in self._sinks:
+            if isinstance(sink, ReportingSink):
+                yield from sink.report()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time that sinks took in threads of their own."""
+        return sum(sink.cpu_seconds for sink in self._sinks if isinstance(sink, ReportingSink))
 
 
 def find_sinks(sinks: object) -> list[Sink]:

@@ -1,4 +1,4 @@
-"""The latest Snapshot as Prometheus metrics: a collector for any registry, and the text that the endpoint serves."""
+"""The latest Snapshot as Prometheus metrics: a collector for any registry, and the expositions that the endpoint serves."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from otel_train.sinks.wire import (
 from otel_train.snapshot import HistogramValue, Sample
 
 _BLOCK_SERIES = 500
-"""Series that are rendered in one go, the buckets of a histogram among them: about 0.3 ms of interpreter time."""
+"""Series that are rendered in one go, the buckets of a histogram among them: about 0.5 ms of interpreter time."""
 
 _FAMILY_NAME, _FAMILY_HELP, _FAMILY_TYPE, _FAMILY_METRIC, _FAMILY_UNIT = 1, 2, 3, 4, 5
 _METRIC_LABEL, _METRIC_GAUGE, _METRIC_COUNTER, _METRIC_HISTOGRAM = 1, 2, 3, 7

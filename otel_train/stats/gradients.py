@@ -19,8 +19,6 @@ _NAN_FIELD = 255
 BINS = len(MAGNITUDE_EXPONENTS) + 1
 """One a bound, and one for what is larger than all of them."""
 _LAST_FIELD = _FIRST_FIELD + BINS - 1
-SIGNS = 2 * (BINS - 1) + 1
-"""Negative elements, exact powers of two among them, and the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,8 @@ def signs(samples: torch.Tensor) -> torch.Tensor:
         samples: (n, k) fp32.
 
     Returns:
-        (n, SIGNS) fp64: negative elements by magnitude, all bins but the first; those that are the upper bound of a bin, all bins
-        but the last; the sum of all elements. NaN is nowhere; -Inf in the last bin.
+        (n, 2 * BINS - 1) fp64: negative elements by magnitude, all bins but the first; those that are the upper bound of a bin, all
+        bins but the last; the sum of all elements. NaN is nowhere; -Inf in the last bin.
     """
     wide = wide_dtype(samples.device)
     is_power = samples.contiguous().view(torch.int32).bitwise_and(0x7FFFFF).eq(0)

@@ -7,24 +7,24 @@ import random
 
 import pytest
 
-from otel_train.assembly.histograms import MAGNITUDE_BOUNDS, VALUE_BOUNDS, GradientHistograms, Histogram, SignedHistogram
+from otel_train.assembly.histograms import MAGNITUDE_BINS, VALUE_BINS, GradientHistograms, Histogram, SignedHistogram
 from otel_train.catalog import gradients
 from otel_train.records import Layer, ParameterReading, ParameterSums, Signs
 from otel_train.snapshot import HistogramValue
 
-BINS = len(MAGNITUDE_BOUNDS) + 1
+BINS = len(MAGNITUDE_BINS) + 1
 LAYER = Layer("fc", 1, "matrix", "0")
 
 
 def counted(values: list[float], factor: float = 1.0) -> tuple[list[float], Signs]:
     """Count values as the device does, each standing for some elements."""
-    bins = [next((i for i, bound in enumerate(MAGNITUDE_BOUNDS) if abs(value) <= bound), BINS - 1) for value in values]
+    bins = [next((i for i, bound in enumerate(MAGNITUDE_BINS) if abs(value) <= bound), BINS - 1) for value in values]
     below = [i for i, value in zip(bins, values, strict=True) if value < 0]
     return (
         [factor * bins.count(i) for i in range(BINS)],
         Signs(
             tuple(factor * below.count(i) for i in range(1, BINS)),
-            tuple(factor * values.count(-bound) for bound in MAGNITUDE_BOUNDS),
+            tuple(factor * values.count(-bound) for bound in MAGNITUDE_BINS),
             factor * sum(values),
         ),
     )
@@ -39,7 +39,7 @@ def values_by(chance: random.Random, count: int) -> list[float]:
 def test_each_bin_is_rounded_by_itself() -> None:
     """A bin whose count fell by one, for what the bins before it were rounded to, would be a restart to a native histogram."""
     chance = random.Random(0)
-    histogram, signed = Histogram(MAGNITUDE_BOUNDS), SignedHistogram()
+    histogram, signed = Histogram(MAGNITUDE_BINS), SignedHistogram()
     shown: list[tuple[int, ...]] = []
     for _ in range(200):
         counts, signs = counted(values_by(chance, 20), factor=0.3)
@@ -60,14 +60,14 @@ def test_classic_and_native_buckets_come_of_one_count(factor: float) -> None:
     for value in values:
         signed.add(*counted([value], factor))
     found = signed.value()
-    assert found.bounds == VALUE_BOUNDS
+    assert found.bounds == VALUE_BINS
     assert min(found.counts) >= 0
     native = found.exponential()
     assert min(native.zero_count, *native.negative, *native.positive) >= 0
     assert native.count == sum(found.counts)
     if factor == 1.0:
-        upto = [sum(value <= bound for value in values) for bound in VALUE_BOUNDS]
-        assert [count for _, count in found.cumulated(VALUE_BOUNDS)[0]] == upto
+        upto = [sum(value <= bound for value in values) for bound in VALUE_BINS]
+        assert [count for _, count in found.cumulated(VALUE_BINS)[0]] == upto
         assert native.negative[-1] == sum(value < -(2.0**16) for value in values)
         assert native.negative[0] == sum(-(2.0**-45) <= value < -(2.0**-46) for value in values)
         assert native.zero_count == sum(abs(value) <= 2.0**-46 for value in values)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from opentelemetry.metrics import NoOpMeterProvider
-from opentelemetry.sdk.metrics import MeterProvider, ObservableGauge
+from opentelemetry.sdk.metrics import MeterProvider, ObservableCounter, ObservableGauge, ObservableUpDownCounter
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from torch import nn
 
@@ -391,3 +391,86 @@ def _pushed(there: Collector) -> tuple[set[str], set[str]]:
         if any(name.startswith("otel_train.") for name, _ in points(request)):
             ours.add(process)
     return ours, exporting
+
+
+def test_a_sink_is_one_monitors(provider: MeterProvider, reader: InMemoryMetricReader, caplog: pytest.LogCaptureFixture) -> None:
+    """A second one that is given it is refused, whatever its labels; the first goes on, and its end leaves it alone."""
+    sink = MeterSink(provider, linger_seconds=0)
+    made = []
+    for name, steps in (("first", 3), ("second", 2)):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.append((otel_train.attach(model, optimizer, sinks=[sink], port=None, run=name), model))
+        for _ in range(steps):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+        assert made[-1][0].flush()
+    assert values(reader, run.STEPS.name) == {"first": 3}
+    said = [record.getMessage() for record in caplog.records if record.name == "otel_train"]
+    assert len([line for line in said if "make one for each" in line]) == 1
+    for watching, _ in made:
+        watching.close()
+
+
+def test_of_two_monitors_of_one_name_the_newer_is_shown() -> None:
+    """As where a model is attached again while the old monitor still ends."""
+    reader = InMemoryMetricReader()
+    sink = MeterSink(MeterProvider([reader], shutdown_on_exit=False))
+    old, new = (
+        Snapshot((("run", "r"), ("rank", "0")), 0.0, (Sample(run.STEPS, (), steps),), started_at=began)
+        for steps, began in ((3, 100.0), (1, 200.0))
+    )
+    sink.publish(old)
+    sink.publish(new)
+    with pytest.raises(ConfigError, match="make one for each"):
+        sink.publish(old)
+    assert values(reader, run.STEPS.name) == {"r": 1}
+
+
+def test_the_stand_in_for_the_global_provider_is_refused() -> None:
+    """What is made of it would keep later sinks, of the provider that is set, from being seen."""
+    from opentelemetry.metrics import get_meter_provider
+
+    assert type(get_meter_provider()).__name__ == "_ProxyMeterProvider", "set by another test"
+    with pytest.raises(ConfigError, match="set_meter_provider first"):
+        MeterSink(get_meter_provider())
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_time_that_the_last_values_cannot_stay_is_refused(provider: MeterProvider, seconds: float) -> None:
+    """At once, not when the run ends."""
+    with pytest.raises(ConfigError, match="linger_seconds"):
+        MeterSink(provider, linger_seconds=seconds)
+
+
+def test_labels_that_are_no_unicode_are_replaced_as_on_other_roads(provider: MeterProvider, reader: InMemoryMetricReader) -> None:
+    """An exporter would drop them with a traceback."""
+    MeterSink(provider).publish(snapshot(Sample(gradients.LAYER_GRAD_NORM, ("a\udc80", "0", "matrix", "0"), 1.0)))
+    assert values(reader, gradients.LAYER_GRAD_NORM.name, "layer") == {"a?": 1.0}
+
+
+def test_limits_as_the_docstring_has_them_let_every_series_through() -> None:
+    """Gauges, counters, parts of histograms; two collections later too."""
+    reader = InMemoryMetricReader(
+        cardinality_limits={ObservableGauge: 100_000, ObservableCounter: 100_000, ObservableUpDownCounter: 100_000}
+    )
+    sink = MeterSink(MeterProvider([reader], shutdown_on_exit=False))
+    count, bounds = 2500, gradients.LAYER_GRAD_MAGNITUDE.bounds
+    layers = [(f"layers.{i}", str(i), "matrix", "0") for i in range(count)]
+    zeros = HistogramValue(bounds, (0,) * (len(bounds) + 1), 0.0)
+    sink.publish(
+        snapshot(
+            *(Sample(gradients.LAYER_GRAD_NORM, labels, 1.0) for labels in layers),
+            *(Sample(loss.LAYER_NONFINITE, (*labels[:2], "gradient"), 1) for labels in layers),
+            *(Sample(gradients.LAYER_GRAD_MAGNITUDE, labels, zeros) for labels in layers),
+        )
+    )
+    for _ in range(2):
+        found = {name: len(metric.data.data_points) for name, metric in exported(reader).items()}
+    assert found == {
+        gradients.LAYER_GRAD_NORM.name: count,
+        loss.LAYER_NONFINITE.name: count,
+        "otel_train.layer.grad_magnitude.bucket": count * (len(bounds) + 1),
+        "otel_train.layer.grad_magnitude.count": count,
+        "otel_train.layer.grad_magnitude.sum": count,
+    }

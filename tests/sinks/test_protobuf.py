@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from otel_train import naming
-from otel_train.assembly.histograms import MAGNITUDE_BOUNDS, SignedHistogram
+from otel_train.assembly.histograms import MAGNITUDE_BINS, SignedHistogram
 from otel_train.catalog import CATALOG, Instrument, MetricSpec, gradients, run, throughput, updates
 from otel_train.records import Signs
 from otel_train.sinks import protobuf
@@ -49,9 +49,9 @@ def _histogram(chance: random.Random, spec: MetricSpec) -> HistogramValue:
 
     if not spec.exponential:
         return HistogramValue(spec.bounds, tuple(some() for _ in range(len(spec.bounds) + 1)), _number(chance))
-    counts = [float(some()) for _ in range(len(MAGNITUDE_BOUNDS) + 1)]
+    counts = [float(some()) for _ in range(len(MAGNITUDE_BINS) + 1)]
     if spec.bounds[0] > 0:
-        return HistogramValue(MAGNITUDE_BOUNDS, tuple(map(int, counts)), _number(chance))
+        return HistogramValue(MAGNITUDE_BINS, tuple(map(int, counts)), _number(chance))
     negatives = tuple(float(chance.randint(0, int(count))) for count in counts[1:])
     powers = tuple(float(chance.randint(0, int(count))) for count in (counts[0], *negatives[:-1]))
     signed = SignedHistogram()
@@ -137,9 +137,9 @@ def test_awkward_values_come_back() -> None:
 
 def test_what_was_counted_is_in_native_and_classic_buckets() -> None:
     """Written out: zeros and what is smaller; (2^-46, 2^-45] is the native bucket -45; what is larger than all is in the last."""
-    counts = [0] * (len(MAGNITUDE_BOUNDS) + 1)
+    counts = [0] * (len(MAGNITUDE_BINS) + 1)
     counts[0], counts[1], counts[46], counts[49], counts[-1] = 5, 7, 11, 13, 17  # up to 2^-46, 2^-45, 1, 8, beyond 2^16
-    found = one(gradients.LAYER_GRAD_MAGNITUDE, HistogramValue(MAGNITUDE_BOUNDS, tuple(counts), 2.5)).histogram
+    found = one(gradients.LAYER_GRAD_MAGNITUDE, HistogramValue(MAGNITUDE_BINS, tuple(counts), 2.5)).histogram
     assert (found.zero_count, found.sample_count, found.sample_sum) == (5, 53, 2.5)
     filled = {index: count for index, count in buckets(found.positive_span, found.positive_delta).items() if count}
     assert filled == {-45: 7, 0: 11, 3: 13, 17: 17}
@@ -165,7 +165,7 @@ def test_negative_powers_of_two_are_in_another_bucket_of_each_kind() -> None:
 def test_a_histogram_of_zeros_is_a_native_one() -> None:
     """Servers tell by spans, or by a zero threshold above 0."""
     for zeros in (0, 9):
-        found = one(gradients.LAYER_GRAD_MAGNITUDE, HistogramValue(MAGNITUDE_BOUNDS, (zeros, *[0] * 63), 0.0)).histogram
+        found = one(gradients.LAYER_GRAD_MAGNITUDE, HistogramValue(MAGNITUDE_BINS, (zeros, *[0] * 63), 0.0)).histogram
         assert found.zero_threshold > 0
         assert (found.zero_count, found.sample_count) == (zeros, zeros)
 

@@ -328,7 +328,7 @@ def test_signs_are_counted_as_a_plain_loop_does(problem: Problem, dtype: torch.d
     chosen = plan(tensors[0].shape, embedding=False)
     samples = gradients.magnitude_samples(tensors, chosen, Sampler(torch.device("cpu")).draw(chosen))
     found = gradients.signs(samples)
-    assert found.shape == (2, gradients.SIGNS)
+    assert found.shape == (2, 2 * gradients.BINS - 1)
     assert found.dtype is torch.float64
     for tensor, numbers_found in zip(tensors, found.tolist(), strict=True):
         values = numbers(tensor.float())
@@ -354,4 +354,4 @@ def test_every_power_of_two_has_its_place_among_the_signs() -> None:
 def test_signs_read_nothing_on_the_host(dtype: torch.dtype) -> None:
     """On tensors without values everything runs: nothing waits for the device."""
     with FakeTensorMode():
-        assert gradients.signs(torch.empty((3, 40), dtype=dtype, device=FAKE_DEVICE).float()).shape == (3, gradients.SIGNS)
+        assert gradients.signs(torch.empty((3, 40), dtype=dtype, device=FAKE_DEVICE).float()).shape == (3, 2 * gradients.BINS - 1)
