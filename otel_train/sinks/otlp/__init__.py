@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from otel_train.errors import MissingDependencyError
+from otel_train.errors import ConfigError, MissingDependencyError
 from otel_train.sinks.otlp.settings import make_settings
 from otel_train.snapshot import Sample, Snapshot
 
@@ -31,6 +31,8 @@ class OtlpSink:
         interval_seconds: Time between pushes. Default: OTEL_METRIC_EXPORT_INTERVAL, then 10 s: OpenTelemetry's own 60 s are too
             long for alerts on a training.
         queue_bytes: What waits at most.
+
+    Each monitor needs one of its own.
 
     Raises:
         MissingDependencyError: The extra ``otlp`` is not installed.
@@ -58,13 +60,23 @@ class OtlpSink:
             ) from error
         self._pusher = Pusher(Encoder(make_resource()), Transport(settings), settings.interval_seconds, queue_bytes)
         self.url = settings.url
+        self._labels: tuple[tuple[str, str], ...] | None = None
+        self._closed = False
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Have this Snapshot go out at the next push; costs nothing here."""
+        """Have this Snapshot go out at the next push; costs nothing here.
+
+        Raises:
+            ConfigError: The sink is another monitor's, or was until that was closed.
+        """
+        self._labels = snapshot.base_labels if self._labels is None else self._labels
+        if self._closed or snapshot.base_labels != self._labels:
+            raise ConfigError("sinks: this OtlpSink belongs to another monitor; make one for each")
         self._pusher.publish(snapshot)
 
     def close(self) -> None:
         """Push the last Snapshot and what waits, for at most 5 s."""
+        self._closed = True
         self._pusher.close()
 
     def report(self) -> Iterable[Sample]:
