@@ -38,3 +38,14 @@ def comment(text: str) -> str:
 def indent(text: str, by: int) -> str:
     """Indent all lines that have text."""
     return textwrap.indent(text, " " * by)
+
+
+def file_text(source: str, comment_lines: str, config: dict[str, Any]) -> str:
+    """Return a generated file.
+
+    Args:
+        source: The module that it comes from.
+        comment_lines: Comments that follow the first, each line with its end.
+        config: What the file says.
+    """
+    return f"{HEAD.format(source=source)}\n{comment_lines}{dump(config)}\n"
