@@ -125,8 +125,8 @@ The Prometheus that the gateway writes to. It scrapes nothing; the rules are the
   prometheus --config.file=prometheus.yaml --web.enable-remote-write-receiver --enable-feature={FEATURE}
 
 The last flag is needed up to 3.7; without it those refuse whole requests that have a native histogram. What waited at a training,
-an agent or the gateway arrives late, with the time at which it was pushed: {LATE} late at most. Histograms too, from 3.4 on; from
-3.0 on with --enable-feature={FEATURE},ooo-{FEATURE}; in 2.x they do not.
+an agent or the gateway arrives late, with the time at which it was pushed: {LATE} late at most. Histograms may be late from 3.4 on,
+and from 3.0 on with --enable-feature={FEATURE},ooo-{FEATURE}; 2.x refuses a late one, and its whole request.
 """)
     config = {**server_config(STANDARD, "../prometheus/"), "storage": {"tsdb": {"out_of_order_time_window": LATE}}}
     return file_text(_SOURCE, comment, config)
