@@ -86,9 +86,12 @@ class Prometheus:
         folder: An empty folder for its configuration, data and log.
         config: The text of its configuration.
         features: What is on beyond the version's usual.
+        flags: More of its command line.
     """
 
-    def __init__(self, version: Version, folder: Path, config: str, features: Sequence[str] = ()) -> None:
+    def __init__(
+        self, version: Version, folder: Path, config: str, features: Sequence[str] = (), flags: Sequence[str] = ()
+    ) -> None:
         self.port = free_port()
         self._log = folder / "prometheus.log"
         (folder / "prometheus.yml").write_text(config)
@@ -100,6 +103,7 @@ class Prometheus:
                     f"--storage.tsdb.path={folder / 'data'}",
                     f"--web.listen-address=127.0.0.1:{self.port}",
                     *(f"--enable-feature={feature}" for feature in features),
+                    *flags,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

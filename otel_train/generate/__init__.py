@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from otel_train.assets import MANIFEST
-from otel_train.generate import deploy
+from otel_train.generate import collector, deploy, native_histograms
 from otel_train.generate.alerts import alerts
 from otel_train.generate.overview import render_overview
 from otel_train.generate.reference import render_reference
@@ -36,6 +36,13 @@ _FILES: dict[str, Callable[[], str]] = {
     **_prometheus_files("deploy/demo", DEMO),
     "deploy/grafana/provisioning/dashboards/otel-train.yaml": deploy.render_dashboard_provider,
     "deploy/grafana/provisioning/datasources/otel-train.yaml": deploy.render_data_sources,
+    "deploy/otel-collector/agent.yaml": collector.render_agent,
+    "deploy/otel-collector/gateway.yaml": collector.render_gateway,
+    "deploy/otel-collector/prometheus.yaml": collector.render_prometheus,
+    **{
+        f"deploy/prometheus/native-histograms/{versions.file_name}": partial(native_histograms.render, versions)
+        for versions in native_histograms.RANGES
+    },
     "deploy/runbooks/README.md": partial(render_index, alerts(STANDARD)),
     **{f"deploy/runbooks/{alert.name}.md": partial(render_runbook, alert) for alert in alerts(STANDARD)},
 }
@@ -73,7 +80,7 @@ def check(root: Path) -> list[str]:
 def _orphans(root: Path) -> list[str]:
     """Return what a rename left behind."""
     found = [*(root / "deploy").rglob("*.*"), *(root / "dashboards").glob("*.json")]
-    own = {"secrets", "targets"}  # folders in which users have files of theirs
+    own = {"queue", "secrets", "targets"}  # folders in which users have files of theirs
     paths = (path.relative_to(root).as_posix() for path in found if path.is_file() and not own.intersection(path.parts))
     return sorted(set(paths) - set(ARTIFACTS))
 

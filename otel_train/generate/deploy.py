@@ -7,7 +7,7 @@ from typing import Any
 from otel_train.assets import ALERTMANAGER_ADDRESS, GRAFANA_ADDRESS, PROMETHEUS_ADDRESS, TRAINING_ADDRESS, WEBHOOK_ADDRESS
 from otel_train.generate.promql import seconds
 from otel_train.generate.time_base import STANDARD, TimeBase
-from otel_train.generate.yaml_text import HEAD, dump
+from otel_train.generate.yaml_text import file_text
 
 JOB = "otel-train"
 _PASSWORD = "/run/secrets/grafana_admin_password"  # noqa: S105  # where it is, not what
@@ -15,6 +15,7 @@ IMAGES = {
     "prometheus": "prom/prometheus:v3.5.3",
     "alertmanager": "prom/alertmanager:v0.33.1",
     "grafana": "grafana/grafana:12.4.10",
+    "otel-collector": "otel/opentelemetry-collector-contrib:0.159.0",
 }
 _SOURCE = "otel_train/generate/deploy.py"
 _DATA_SOURCE, _ALERT_SOURCE = "otel-train-prometheus", "otel-train-alertmanager"
@@ -28,23 +29,34 @@ def render_prometheus(time_base: TimeBase) -> str:
 # - targets/*.json, read again when it changes: [{{"targets": ["node1:9464", "node2:9464"]}}]. Put yours into a file
 #   of its own. Do not set the labels run and rank there: each series has them.
 """
-    config = {
+    return _file(comment, {**server_config(time_base), "scrape_configs": [scrape_job()]})
+
+
+def server_config(time_base: TimeBase, folder: str = "") -> dict[str, Any]:
+    """Return what every Prometheus of ours has: its clocks, the rules, and where alerts go.
+
+    Args:
+        time_base: The clocks.
+        folder: Way from the configuration's folder to that of the rules, with ``/`` at its end.
+    """
+    return {
         "global": {
             "scrape_interval": seconds(time_base.scrape),
             "scrape_timeout": seconds(time_base.scrape_timeout),
             "evaluation_interval": seconds(time_base.scrape),
         },
-        "rule_files": ["rules/*.yaml"],
+        "rule_files": [f"{folder}rules/*.yaml"],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [ALERTMANAGER_ADDRESS]}]}]},
-        "scrape_configs": [
-            {
-                "job_name": JOB,
-                "static_configs": [{"targets": [TRAINING_ADDRESS]}],
-                "file_sd_configs": [{"files": ["targets/*.json"]}],
-            }
-        ],
     }
-    return _file(comment, config)
+
+
+def scrape_job(folder: str = "") -> dict[str, Any]:
+    """Return the job that scrapes trainings; the folder is that of the targets, as in ``server_config``."""
+    return {
+        "job_name": JOB,
+        "static_configs": [{"targets": [TRAINING_ADDRESS]}],
+        "file_sd_configs": [{"files": [f"{folder}targets/*.json"]}],
+    }
 
 
 def render_targets() -> str:
@@ -227,4 +239,4 @@ def _service(
 
 
 def _file(comment: str, config: dict[str, Any]) -> str:
-    return f"{HEAD.format(source=_SOURCE)}\n{comment}{dump(config)}\n"
+    return file_text(_SOURCE, comment, config)

@@ -35,6 +35,24 @@ def comment(text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
+def comments(text: str) -> str:
+    """Return paragraphs, which empty lines part, as comment lines; one that begins with spaces is commands, and keeps its lines."""
+    paragraphs = text.strip("\n").split("\n\n")
+    parts = (textwrap.indent(one, "# ") if one.startswith(" ") else comment(one) for one in paragraphs)
+    return "".join(f"{part}\n" for part in parts)
+
+
 def indent(text: str, by: int) -> str:
     """Indent all lines that have text."""
     return textwrap.indent(text, " " * by)
+
+
+def file_text(source: str, comment_lines: str, config: dict[str, Any]) -> str:
+    """Return a generated file.
+
+    Args:
+        source: The module that it comes from.
+        comment_lines: Comments that follow the first, each line with its end.
+        config: What the file says.
+    """
+    return f"{HEAD.format(source=source)}\n{comment_lines}{dump(config)}\n"

@@ -71,7 +71,7 @@ def test_compose_accepts_its_file_and_resolves_the_mounts() -> None:
 def test_compose_pins_its_images_checks_their_health_and_opens_nothing() -> None:
     """A tag that cannot move, a probe for each, loopback only, privileges dropped."""
     services = load("deploy/compose.yaml")["services"]
-    assert {service["image"] for service in services.values()} == set(IMAGES.values())
+    assert {service["image"] for service in services.values()} == {IMAGES[name] for name in services}
     for name, service in services.items():
         tag = service["image"].rpartition(":")[2]
         assert tag.lstrip("v").count(".") == 2, tag
