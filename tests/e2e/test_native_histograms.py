@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ def train(model: Mlp, optimizer: SGD) -> dict[str, torch.Tensor]:
     return {layer: grads[~grads.isnan()] for layer, grads in whole.items()}
 
 
+def _is_scraped(server: Prometheus) -> bool:
+    return bool(server.query("up == 1"))
+
+
 @pytest.fixture(scope="module", params=VERSIONS)
 def scraped(request: pytest.FixtureRequest) -> Iterator[Scraped]:
     """Train, and let two servers of a version scrape it."""
@@ -99,7 +104,7 @@ def scraped(request: pytest.FixtureRequest) -> Iterator[Scraped]:
         native = stack.enter_context(prometheus(version, jobs, features=["native-histograms"]))
         classic = stack.enter_context(prometheus(version, jobs))
         for server in (native, classic):
-            wait_until(lambda server=server: bool(server.query("up == 1")), 40, "the training is scraped")  # type: ignore[misc]
+            wait_until(partial(_is_scraped, server), 40, "the training is scraped")
         yield Scraped(elements, native, classic, version)
 
 
